@@ -1,0 +1,195 @@
+"""Asks the seats, in the order of the hook table, for the parts of a trainer, and puts them together."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import torch
+
+from femto_core import mesh as meshes
+from femto_core.config import Config
+from femto_core.data import Dataset, DistributedDataLoader, DistributedSampler
+from femto_core.errors import UserError
+from femto_core.hooks import Hooks
+from femto_core.mesh import DP, Mesh
+from femto_core.metrics import Meter, flops_per_token, known_peak_tflops
+from femto_core.plugins import Plugins
+from femto_core.precision import ParamGroup
+from femto_core.trainer import Trainer
+from femto_core.weights import WeightSource
+
+LARGEST_DEFAULT_MICRO_BATCH = 8
+
+
+def build_trainer(config: Config, plugins: Plugins) -> Trainer:
+    """Build everything that `config` and the active plugins describe; called by every rank of the process group."""
+    hooks = Hooks(plugins.manager)
+    mesh = Mesh(hooks.mesh_axes(config), meshes.pick_device())
+    check_equal_everywhere(mesh, config, plugins)
+    set_up_torch(config, mesh)
+    run_dir = make_run_dir(config, mesh)
+    config = fill_micro_batch(config, mesh)
+
+    dataset, held_out = hooks.dataset(config, "train"), hooks.dataset(config, "held_out")
+    collator = hooks.collator(config)
+    config = fill_vocab_size(config, dataset)
+    model = hooks.model(config)
+    check_vocabulary(dataset, model.config.vocab_size)
+    hooks.transform_model(model, config)
+    schedule = hooks.schedule(config, mesh)
+    stage = schedule.partition(model)
+    hooks.parallelize(stage, mesh, config)
+    for name, layer in list(stage.named_layers()):
+        stage.set_layer(name, hooks.wrap_layer(name, layer, config))
+    precision, sharding = hooks.precision(config), hooks.sharding(config, mesh)
+    groups = sharding.make_master(stage, precision)
+    load_weights(groups, model.weights)
+    precision.sync_weights(groups)
+    sharding.gather_weights()
+    grad_sync = hooks.grad_sync(config, mesh)
+    grad_sync.attach(stage)
+    stage.train()
+
+    sampler = make_sampler(config, mesh, len(dataset))
+    loader = DistributedDataLoader(
+        dataset, sampler, collator, workers=config.data.workers, pin_memory=mesh.device.type == "cuda"
+    )
+    meter = Meter(
+        flops_per_token=flops_per_token(model.config, config.data.seq_len),
+        tokens_per_step=config.data.global_batch * config.data.seq_len,
+        world_size=mesh.world_size,
+        device=mesh.device,
+        peak_tflops=config.log.peak_tflops or known_peak_tflops(mesh.device),
+    )
+    trainer = Trainer(
+        config=config,
+        mesh=mesh,
+        hooks=hooks,
+        run_dir=run_dir,
+        stage=stage,
+        schedule=schedule,
+        collator=collator,
+        loader=loader,
+        dataset=dataset,
+        held_out=held_out,
+        loss=hooks.loss(config, mesh),
+        precision=precision,
+        sharding=sharding,
+        grad_sync=grad_sync,
+        groups=groups,
+        optimizer=hooks.optimizer(config, groups),
+        lr_schedule=hooks.lr_schedule(config),
+        checkpointer=hooks.checkpointer(config, mesh),
+        meter=meter,
+        plugin_versions=plugins.versions,
+        plugin_parts=dict(hooks.checkpoint_state()),
+    )
+    resume(trainer)
+    return trainer
+
+
+def load_weights(groups: Sequence[ParamGroup], source: WeightSource) -> None:
+    """Fill every master with the part of its parameter that this rank owns, and read no more than that."""
+    with torch.no_grad():
+        for group in groups:
+            parts = source.read(group.layout.name, group.layout.owned())
+            if parts:
+                values = torch.cat([part.reshape(-1) for part in parts])
+                group.master.copy_(values.view_as(group.master))
+
+
+def check_equal_everywhere(mesh: Mesh, config: Config, plugins: Plugins) -> None:
+    """Refuse ranks that were started with other plugins, versions or settings than rank 0."""
+    mine = {"plugins": plugins.versions, "config": config.to_dict()}
+    first, *others = mesh.gather_objects(mine)
+    for rank, other in enumerate(others, start=1):
+        for what in ("plugins", "config"):
+            if other[what] != first[what]:
+                keys = sorted({*first[what], *other[what]})
+                key = next(k for k in keys if first[what].get(k) != other[what].get(k))
+                raise UserError(
+                    f"rank {rank} differs from rank 0 in {what}: {key} is {other[what].get(key)!r} there and "
+                    f"{first[what].get(key)!r} on rank 0; install and start the same on every machine"
+                )
+
+
+def set_up_torch(config: Config, mesh: Mesh) -> None:
+    """Share the CPU's cores out among the machine's processes, and seed this rank's random generators."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(config.train.threads or max(1, cores // meshes.local_world_size()))
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    # Dropout differs between ranks that see other data; ranks that see the same rows draw alike.
+    torch.manual_seed(config.train.seed * 1_000_003 + mesh.coordinate(DP))
+
+
+def make_run_dir(config: Config, mesh: Mesh) -> Path:
+    """Create the run's folder on rank 0 and return its path on all. Raises `UserError` rather than mix two runs."""
+    name: str = mesh.from_first(config.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
+    folder = Path(config.run.dir) / name
+    if mesh.rank == 0:
+        if (folder / "metrics.jsonl").exists() and config.checkpoint.resume == "none":
+            raise UserError(
+                f"{folder} holds an earlier run; choose another --run.name, or go on with --checkpoint.resume auto"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+    mesh.barrier()
+    return folder
+
+
+def fill_micro_batch(config: Config, mesh: Mesh) -> Config:
+    """Choose `data.micro_batch` where it was left out: the largest divisor of a rank's share that is at most 8."""
+    if config.data.micro_batch:
+        return config
+    share = max(1, config.data.global_batch // mesh.size(DP))
+    largest = max(n for n in range(1, LARGEST_DEFAULT_MICRO_BATCH + 1) if share % n == 0)
+    return attrs.evolve(config, data=attrs.evolve(config.data, micro_batch=largest))
+
+
+def fill_vocab_size(config: Config, dataset: Dataset) -> Config:
+    """Give the model the data's vocabulary where its own was left out."""
+    if config.model.vocab_size or config.model.path:
+        return config
+    return attrs.evolve(config, model=attrs.evolve(config.model, vocab_size=dataset.vocab_size))
+
+
+def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
+    """Refuse data with token ids that the model does not have."""
+    if dataset.vocab_size > vocab_size:
+        raise UserError(
+            f"the data uses a vocabulary of {dataset.vocab_size}, the model has only {vocab_size}; use the model's own "
+            "tokenizer for femto preprocess, or set --model.vocab-size"
+        )
+
+
+def make_sampler(config: Config, mesh: Mesh, rows: int) -> DistributedSampler:
+    """Return the sampler of this rank's place along dp, never of its number in the world."""
+    section = config.data
+    return DistributedSampler(
+        rows=rows,
+        global_batch=section.global_batch,
+        micro_batch=section.micro_batch,
+        dp_size=mesh.size(DP),
+        dp_rank=mesh.coordinate(DP),
+        seed=config.train.seed,
+        shuffle=section.shuffle,
+        remainder=section.remainder,
+    )
+
+
+def resume(trainer: Trainer) -> None:
+    """Load the checkpoint that `checkpoint.resume` names, if any."""
+    wish = trainer.config.checkpoint.resume
+    if wish == "none":
+        return
+    if wish == "auto":
+        path = trainer.checkpointer.latest(trainer.run_dir / "checkpoints")
+    else:
+        path = Path(wish)
+        if not path.is_dir():
+            raise UserError(f"checkpoint.resume = {wish!r} is neither none, auto, nor the folder of a checkpoint")
+    if path is not None:
+        trainer.resume(path)

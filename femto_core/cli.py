@@ -1,0 +1,222 @@
+"""The command line: which command, which plugins, which settings; and how a process ends.
+
+Besides `mesh` this is the only file that reads the environment (RANK, FEMTO_PLUGINS, FEMTO_TRACE_HOOKS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from femto_core.config import Config, config_class, make_config, parse_flags, read_toml
+from femto_core.errors import UserError, suggest
+from femto_core.hooks import Hooks
+from femto_core.plugins import Plugins, activate, list_plugins
+
+if TYPE_CHECKING:
+    from femto_core.trainer import Trainer
+
+PROGRAM = "femto"
+HELP = ("-h", "--help")
+ANOTHER_RANK_LEFT = ("Connection closed by peer", "Connection reset by peer", "Socket Timeout", "Broken pipe")
+
+
+@attrs.frozen
+class Command:
+    """A subcommand: `run` takes the words after its name and returns the exit code."""
+
+    name: str
+    help: str
+    run: Callable[[Sequence[str]], int]
+
+
+@attrs.define
+class CommandRegistry:
+    """The subcommands there are; plugins add theirs through `femto_commands`."""
+
+    commands: dict[str, Command] = attrs.field(factory=dict)
+
+    def add(self, name: str, help: str, run: Callable[[Sequence[str]], int]) -> None:  # noqa: A002 - argparse's word
+        """Add a subcommand. Raises `UserError` where the name is taken."""
+        if name in self.commands:
+            raise UserError(f"two plugins add a command called {name!r}")
+        self.commands[name] = Command(name, help, run)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and end the process: 0 done, 2 the user can mend it, 1 a defect. Never hangs on the way out."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = run_command(words)
+    except UserError as error:
+        code = 2
+        _report(f"{PROGRAM}: {error}", own=False)
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else 1
+    except BaseException as error:  # noqa: BLE001 - every rank must end, whatever happened
+        code = 1
+        if any(sign in str(error) for sign in ANOTHER_RANK_LEFT):
+            _report(f"{PROGRAM}: rank {_rank()} lost contact with another rank, whose own message says why", own=True)
+        else:
+            _report(f"[rank {_rank()}] {traceback.format_exc()}", own=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Once process groups exist, the interpreter's own way out can wait for ever for ranks that are gone.
+    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Find the command that `words` begin with (train where they name none) and run it."""
+    registry = CommandRegistry()
+    registry.add("train", "train a model (the default)", train)
+    registry.add("plugins", "list installed plugins, and which are active", show_plugins)
+    registry.add("hooks", "print the hook reference", show_hooks)
+    name = words[0] if words and not words[0].startswith("-") else ""
+    if name in registry.commands:
+        return registry.commands[name].run(words[1:])
+    if not name and not any(word in HELP for word in words):
+        return train(words)
+    if name.endswith(".toml"):
+        return train(words)
+    plugin_names, rest = split_plugins(words)
+    Hooks(activate(plugin_names).manager).commands(registry)
+    if name in registry.commands:
+        return registry.commands[name].run(rest[1:])
+    if name:
+        hint, known = suggest(name, registry.commands), ", ".join(registry.commands)
+        raise UserError(f"unknown command {name!r}{hint} (commands: {known}, or a RUN.toml)")
+    for command in registry.commands.values():
+        print(f"  {PROGRAM} {command.name:<12} {command.help}")
+    print(f"\n{PROGRAM} train --help lists every setting; {PROGRAM} with no arguments trains a tiny Llama.")
+    return 0
+
+
+def train(words: Sequence[str]) -> int:
+    """Train: `[RUN.toml] [--plugins NAMES] [--section.key value ...]`."""
+    plugin_names, rest = split_plugins(words)
+    toml_path = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+    toml = read_toml(Path(toml_path)) if toml_path else {}
+    plugins = activate(plugin_names or _toml_plugins(toml, toml_path), _tracer())
+    hooks = Hooks(plugins.manager)
+    cls = config_class(dict(hooks.config_section()))
+    if any(word in HELP for word in rest):
+        import tyro  # only for --help
+
+        tyro.cli(cls, args=["--help"], prog=f"{PROGRAM} train", description=train.__doc__)
+    active = tuple(plugin_names) or tuple(_toml_plugins(toml, toml_path))
+    config = make_config(cls, {**toml, "plugins": list(active)}, parse_flags(rest, cls), toml_path)
+    hooks.validate(config)
+    with quiet_libraries():
+        train_run(config, plugins)
+    return 0
+
+
+def train_run(config: Config, plugins: Plugins) -> None:
+    """Join the other ranks, build the trainer, train, and part in good order."""
+    import torch.distributed as dist  # torch takes a second to load: not before it is needed
+
+    from femto_core.build import build_trainer
+    from femto_core.mesh import init_process_group, pick_device
+
+    init_process_group(pick_device())
+    trainer: Trainer = build_trainer(config, plugins)
+    trainer.train()
+    trainer.close()
+    trainer.mesh.barrier()
+    sys.stdout.flush()
+    with contextlib.suppress(RuntimeError):  # the run is complete; a rank that left first is no failure
+        dist.destroy_process_group()
+
+
+def show_plugins(words: Sequence[str]) -> int:
+    """List plugins: `[--json] [--plugins NAMES]`."""
+    names, rest = split_plugins(words)
+    if unknown := [word for word in rest if word != "--json"]:
+        raise UserError(f"unknown argument {unknown[0]!r}; {PROGRAM} plugins takes --json and --plugins NAMES")
+    infos = list_plugins(names)
+    if "--json" in rest:
+        print(json.dumps([attrs.asdict(info) for info in infos], indent=2))
+        return 0
+    width = max(len(info.name) for info in infos)
+    for info in infos:
+        state = "active" if info.active else "-"
+        does = ", ".join([f"seat {s.removeprefix('femto_')}" for s in info.seats])
+        observes = ", ".join(h.removeprefix("femto_") for h in info.hooks)
+        what = "; ".join(filter(None, (does, observes))) or info.problem
+        print(f"{info.name:<{width}}  {info.distribution} {info.version}  {state:<6}  {what}")
+    return 0
+
+
+def show_hooks(words: Sequence[str]) -> int:
+    """Print the hook reference."""
+    if words:
+        raise UserError(f"{PROGRAM} hooks takes no arguments, got {words[0]!r}")
+    from femto_core.hookdoc import render
+
+    print(render(), end="")
+    return 0
+
+
+def split_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (plugin names, the other words): from --plugins where it is given, otherwise from FEMTO_PLUGINS."""
+    names = os.environ.get("FEMTO_PLUGINS", "")
+    rest = list(words)
+    for position, word in enumerate(rest):
+        if word == "--plugins":
+            if position + 1 == len(rest):
+                raise UserError("--plugins needs names, separated by commas")
+            names = rest[position + 1]
+            del rest[position : position + 2]
+            break
+        if word.startswith("--plugins="):
+            names = word.partition("=")[2]
+            del rest[position]
+            break
+    return [name.strip() for name in names.split(",") if name.strip()], rest
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Any:
+    """Keep libraries' progress bars out of the output of a run."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    yield
+
+
+def _toml_plugins(toml: dict[str, Any], path: str) -> list[str]:
+    names = toml.get("plugins", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"plugins = {names!r} ({path}): must be a list of names")
+    return names
+
+
+def _tracer() -> Callable[[str], None] | None:
+    if os.environ.get("FEMTO_TRACE_HOOKS", "0") in ("", "0"):
+        return None
+    return lambda line: print(f"[rank {_rank()}] hook {line}", file=sys.stderr, flush=True)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _report(message: str, *, own: bool) -> None:
+    """Print `message` once: what all ranks have to say, rank 0 says; what only this rank knows, it says itself."""
+    if not own and _rank():
+        time.sleep(2)  # rank 0 has ended the run by now if it had the same to say
+        message = f"[rank {_rank()}] {message}"
+    print(message, file=sys.stderr, flush=True)

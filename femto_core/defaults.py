@@ -1,0 +1,118 @@
+"""The kernel's own answer to every seat but the dataset's, as a plugin that is asked last.
+
+Imports are inside the functions because `femto plugins` and `--help` load this file and must not wait for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from femto_core.errors import UserError
+from femto_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from femto_core.checkpoint import Checkpointer
+    from femto_core.config import Config
+    from femto_core.data import Collator
+    from femto_core.loss import Loss
+    from femto_core.mesh import Mesh
+    from femto_core.model import FullModel
+    from femto_core.optim import LRSchedule
+    from femto_core.precision import MixedPrecisionManager, ParamGroup
+    from femto_core.schedule import Schedule
+    from femto_core.sharding import ShardingStrategy
+    from femto_core.sync import GradientSynchronizer
+
+BUCKET_MIB = 25.0
+
+
+@hookimpl
+def femto_validate(config: Config) -> None:
+    if config.train.stop_after > config.train.steps:
+        raise UserError(f"train.stop_after = {config.train.stop_after} lies beyond train.steps = {config.train.steps}")
+    if config.optim.warmup >= config.train.steps:
+        raise UserError(f"optim.warmup = {config.optim.warmup} must be less than train.steps = {config.train.steps}")
+    if any(not 0 <= beta < 1 for beta in config.optim.betas):
+        raise UserError(f"optim.betas = {config.optim.betas} must lie in [0, 1)")
+
+
+@hookimpl
+def femto_collator() -> Collator:
+    from femto_core.data import next_token_collator
+
+    return next_token_collator
+
+
+@hookimpl
+def femto_model(config: Config) -> FullModel:
+    from femto_core.model import build_model
+
+    return build_model(config.model, config.train.seed)
+
+
+@hookimpl
+def femto_schedule(mesh: Mesh) -> Schedule:
+    from femto_core.schedule import Sequential
+
+    return Sequential(mesh)
+
+
+@hookimpl
+def femto_wrap_layer(layer: nn.Module, config: Config) -> None:
+    if config.train.compile:
+        layer.compile()  # in place: a wrapper would rename the layer's parameters
+
+
+@hookimpl
+def femto_precision(config: Config) -> MixedPrecisionManager:
+    import torch
+
+    from femto_core.precision import SinglePrecision
+
+    return SinglePrecision({"float32": torch.float32, "float64": torch.float64}[config.train.dtype])
+
+
+@hookimpl
+def femto_sharding(mesh: Mesh) -> ShardingStrategy:
+    from femto_core.sharding import Replicated
+
+    return Replicated(mesh.device)
+
+
+@hookimpl
+def femto_grad_sync(mesh: Mesh) -> GradientSynchronizer:
+    from femto_core.sync import AllReduce, NoSync
+
+    return AllReduce(mesh, BUCKET_MIB) if mesh.world_size > 1 else NoSync()
+
+
+@hookimpl
+def femto_optimizer(config: Config, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
+    from femto_core.optim import make_adamw
+
+    return make_adamw(groups, config.optim)
+
+
+@hookimpl
+def femto_lr_schedule(config: Config) -> LRSchedule:
+    from femto_core.optim import make_lr_schedule
+
+    return make_lr_schedule(config.optim, config.train.steps)
+
+
+@hookimpl
+def femto_loss() -> Loss:
+    from femto_core.loss import CrossEntropy
+
+    return CrossEntropy()
+
+
+@hookimpl
+def femto_checkpointer(mesh: Mesh) -> Checkpointer:
+    from femto_core.checkpoint import RankFiles
+
+    return RankFiles(mesh)

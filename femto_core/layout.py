@@ -1,0 +1,107 @@
+"""ParamLayout: the one table that says which part of which global parameter a rank holds.
+
+Loading, checkpoints, gradient norm and export read nothing else, so that a plugin which records its layout truly is
+supported by all of them without being known to any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import attrs
+import torch
+
+from femto_core.mesh import Mesh
+
+
+@attrs.frozen
+class Box:
+    """A rectangular part of a tensor: `offsets` and `sizes` along each of its dimensions."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Return the index that cuts this box out of the whole tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+
+@attrs.frozen(kw_only=True)
+class ParamLayout:
+    """Where a local parameter lies in its global one, and how its gradient is to be read.
+
+    `flat` is the range of the flattened box that this rank updates and saves; a sharding strategy narrows it.
+    """
+
+    name: str
+    """The full Hugging Face name; tied parameters go by the name under which the weight is saved."""
+    global_shape: tuple[int, ...]
+    box: Box
+    flat: tuple[int, int]
+    partial: frozenset[str] = frozenset()
+    """Mesh axes over which the gradient is a partial sum: it must be summed over them. `dp` is understood."""
+    replicated: frozenset[str] = frozenset()
+    """Mesh axes over which all ranks hold this same part."""
+    tied: str = ""
+    """Name of the group of parameters that are one weight in different places; empty: tied with none."""
+    primary: bool = True
+    """False for the copies of a tied weight: they are kept equal, but neither counted in norms nor saved."""
+
+    @classmethod
+    def whole(cls, name: str, shape: Collection[int], replicated: Collection[str], tied: str = "") -> ParamLayout:
+        """Return the layout of a parameter that is held entirely, by every rank of the axes `replicated`."""
+        sizes = tuple(shape)
+        return cls(
+            name=name,
+            global_shape=sizes,
+            box=Box((0,) * len(sizes), sizes),
+            flat=(0, math.prod(sizes)),
+            replicated=frozenset(replicated),
+            tied=tied,
+        )
+
+    def owned(self) -> list[Box]:
+        """Return the boxes of the global tensor that the flat range covers, in its order."""
+        inside = boxes_of_range(self.box.sizes, *self.flat)
+        return [Box(tuple(a + b for a, b in zip(self.box.offsets, i.offsets, strict=True)), i.sizes) for i in inside]
+
+    def counts_on(self, mesh: Mesh) -> bool:
+        """Tell whether this rank is the one that speaks for its part: among its replicas, the first of every axis."""
+        return self.primary and all(mesh.coordinate(axis) == 0 for axis in self.replicated)
+
+
+def boxes_of_range(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Cut the range [start, stop) of a flattened tensor with `sizes` into the fewest boxes, in the range's order.
+
+    At most 2 * len(sizes) - 1 boxes: partial rows at the front, whole rows, partial rows at the end, in each dimension.
+    """
+    if start >= stop:
+        return []
+    if not sizes:
+        return [Box((), ())]
+    inner = math.prod(sizes[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if start == first * inner and stop == (last + 1) * inner:
+        return [Box((first,) + (0,) * (len(sizes) - 1), (last + 1 - first, *sizes[1:]))]
+    if first == last:
+        offset = first * inner
+        rest = boxes_of_range(sizes[1:], start - offset, stop - offset)
+        return [Box((first, *box.offsets), (1, *box.sizes)) for box in rest]
+    front = first + (start > first * inner)
+    back = last + (stop == (last + 1) * inner)
+    return [
+        *boxes_of_range(sizes, start, front * inner),
+        *boxes_of_range(sizes, front * inner, back * inner),
+        *boxes_of_range(sizes, back * inner, stop),
+    ]
+
+
+def read_flat(tensor: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
+    """Cut what `layout` owns out of the global `tensor`, as a vector."""
+    parts = [tensor[box.slices()].reshape(-1) for box in layout.owned()]
+    return torch.cat(parts) if parts else tensor.new_empty(0)

@@ -1,0 +1,95 @@
+"""What a step yields, and how fast and large it was."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import Any
+
+import attrs
+import torch
+
+# Dense bf16 peaks in TFLOP/s, from the vendors' data sheets; matched against torch.cuda.get_device_name.
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 4090": 165.0, "B200": 2250.0}
+
+
+@attrs.frozen(kw_only=True)
+class StepInfo:
+    """One optimizer step, equal on all ranks but for `seconds`."""
+
+    step: int
+    """Number of the step, from 1."""
+    loss: float
+    """Mean loss of the global batch's valid targets before the update; NaN where it had none."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    tokens: int
+    """Valid targets of the global batch."""
+    skipped: bool
+    """The gradient was not finite, or there was nothing to learn: weights are untouched."""
+    skipped_total: int
+    seconds: float
+
+
+@attrs.define
+class Meter:
+    """Turns steps into tokens per second, TFLOP/s and memory."""
+
+    flops_per_token: float
+    tokens_per_step: int
+    """Places in a global batch, those without a target included: they are computed all the same."""
+    world_size: int
+    device: torch.device
+    peak_tflops: float
+    _started: float = attrs.field(factory=time.perf_counter, init=False)
+
+    def start(self) -> None:
+        """Start the clock of a step."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        """Return the seconds since `start`. Reading a step's loss has already waited for the device."""
+        return time.perf_counter() - self._started
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Return the metrics of a step that took `seconds`: over all ranks, TFLOP/s and MFU per rank."""
+        tflops = self.flops_per_token * self.tokens_per_step / seconds / self.world_size / 1e12
+        rates = {
+            "tokens_per_s": self.tokens_per_step / seconds,
+            "tflops": tflops,
+            "peak_memory_mib": peak_memory_mib(self.device),
+        }
+        if self.peak_tflops:
+            rates["mfu"] = tflops / self.peak_tflops
+        return rates
+
+
+def flops_per_token(config: Any, seq_len: int) -> float:
+    """Return the model FLOPs of forward and backward per token (Chowdhery et al. 2022, appendix B): 6 N + 12 L a s.
+
+    N counts the parameters that multiply (all but the embedding look-up), L the layers, a the width of all heads.
+    """
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    attention = config.hidden_size * width * (2 * heads + 2 * config.num_key_value_heads)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    multiplying = config.num_hidden_layers * (attention + mlp) + config.hidden_size * config.vocab_size
+    return float(6 * multiplying + 12 * config.num_hidden_layers * heads * width * seq_len)
+
+
+def known_peak_tflops(device: torch.device) -> float:
+    """Return the device's peak where it is known, otherwise 0."""
+    if device.type != "cuda":
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), 0.0)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Return the most memory used so far: by tensors on a GPU, by the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

@@ -1,0 +1,241 @@
+"""The model: any causal LM of transformers with the Llama anatomy, built on the meta device and cut into stages.
+
+A stage keeps the model's own code and its own parameter names; only layers outside the stage's range, and the
+embedding, norm or head that other stages hold, are taken away. It receives memory later, from the sharding strategy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from femto_core.batch import Batch
+from femto_core.errors import UserError
+from femto_core.layout import ParamLayout
+from femto_core.sections import ModelSection
+from femto_core.thrift import make_thrifty
+from femto_core.weights import RandomWeights, SafetensorsWeights, WeightSource
+
+ANATOMY = ("embed_tokens", "layers", "norm", "rotary_emb")
+
+
+class Head(nn.Linear):
+    """The matrix from hidden states to logits, which can also run something else with its weight at hand."""
+
+    def forward(
+        self, hidden: torch.Tensor, then: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Return the logits [..., v] of `hidden` [..., h], or what `then(hidden, weight)` makes of the two.
+
+        `then` runs inside the module's call, so that hooks which gather, cast or time weights see it like any other
+        use, while the loss can work through the head in chunks.
+        """
+        return F.linear(hidden, self.weight, self.bias) if then is None else then(hidden, self.weight)
+
+
+class LayerRange(nn.ModuleList):
+    """Some of a model's layers under their global numbers, so that names do not depend on where the model is cut."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self._modules[str(number)] = layer
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return what a list of the present layers would; transformers' forward takes the slice of all."""
+        return list(self._modules.values())[index]
+
+
+@attrs.define
+class FullModel:
+    """A whole causal LM on the meta device, and the source of its weights."""
+
+    module: Any
+    """transformers' ...ForCausalLM, its head replaced by `Head` and its hot spots by thriftier ones."""
+    weights: WeightSource
+
+    @property
+    def config(self) -> PretrainedConfig:
+        config: PretrainedConfig = self.module.config
+        return config
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one parameter."""
+        return self.module.lm_head.weight is self.module.model.embed_tokens.weight
+
+
+class Stage:
+    """What one rank computes: a range of layers; the first stage also embeds, the last also has final norm and head."""
+
+    def __init__(self, full: FullModel, layers: range, replicated: frozenset[str]) -> None:
+        """Cut `layers` out of a copy of `full`. `replicated`: the mesh axes over which every rank holds this stage."""
+        count = full.config.num_hidden_layers
+        self.layers, self.first, self.last = layers, layers.start == 0, layers.stop == count
+        self.module = copy.deepcopy(full.module)
+        self.body = self.module.model
+        self.body.layers = LayerRange({i: self.body.layers[i] for i in layers})
+        if not self.first:
+            self.body.embed_tokens = nn.Identity()
+        if not self.last:
+            self.body.norm = self.module.lm_head = nn.Identity()
+        embedding = "model.embed_tokens.weight"
+        tied = embedding if full.tied and (self.first or self.last) else ""
+        self.layouts: dict[str, ParamLayout] = {}
+        for name, parameter in self.named_parameters():
+            is_tied = bool(tied) and name in (embedding, "lm_head.weight")
+            layout = ParamLayout.whole(
+                embedding if is_tied else name, parameter.shape, replicated, tied=tied if is_tied else ""
+            )
+            self.layouts[name] = attrs.evolve(layout, primary=not is_tied or self.first)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The full model's transformers config."""
+        config: PretrainedConfig = self.module.config
+        return config
+
+    @property
+    def head(self) -> nn.Module:
+        """The head; only the last stage has one."""
+        head: nn.Module = self.module.lm_head
+        return head
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter of the stage once, under its full Hugging Face name."""
+        return self.module.named_parameters()  # type: ignore[no-any-return]
+
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the stage's decoder layers under their full names."""
+        for number, layer in self.body.layers.named_children():
+            yield f"model.layers.{number}", layer
+
+    def set_layer(self, name: str, layer: nn.Module) -> None:
+        """Put `layer` in the place of the one called `name`."""
+        setattr(self.body.layers, name.rpartition(".")[2], layer)
+
+    def forward(self, inputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the stage's hidden states [b, s, h], after the final norm where this is the last stage.
+
+        `inputs` are the batch's token ids [b, s] for the first stage, the previous stage's hidden states for others.
+        """
+        entry = {"input_ids": inputs} if self.first else {"inputs_embeds": inputs}
+        output = self.body(**entry, position_ids=batch.position_ids, use_cache=False)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    def train(self, mode: bool = True) -> None:
+        """Switch dropout on or off."""
+        self.module.train(mode)
+
+    def replace_parameters(self, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+        """Put `make(name, old)` in the place of each parameter, wherever it is used, so that ties stay ties."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in self.module.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(id(parameter), []).append((module, key))
+        for name, old in list(self.named_parameters()):
+            new = make(name, old)
+            for module, key in places[id(old)]:
+                module._parameters[key] = new
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Give every parameter memory (with no values yet) and every buffer its values."""
+        self.replace_parameters(
+            lambda _, old: nn.Parameter(torch.empty(old.shape, dtype=dtype, device=device), old.requires_grad)
+        )
+        self.compute_buffers(device)
+
+    def compute_buffers(self, device: torch.device) -> None:
+        """Compute buffers that no file holds (the rotary frequencies) anew: after the meta device they have no values.
+
+        Raises `UserError` for a buffer that this knows no way to compute.
+        """
+        for name, module in self.module.named_modules():
+            if not module._buffers:
+                continue
+            if not hasattr(module, "inv_freq"):
+                raise UserError(
+                    f"{name} ({type(module).__name__}) has buffers {', '.join(module._buffers)}, which no checkpoint "
+                    "holds and which femto cannot compute; this architecture is not supported"
+                )
+            fresh = type(module)(config=module.config)
+            for key, buffer in fresh._buffers.items():
+                module._buffers[key] = buffer.to(device)
+
+
+def build_model(section: ModelSection, seed: int) -> FullModel:
+    """Build the model that `section` describes, on the meta device.
+
+    Raises `UserError` for a missing directory, an architecture without the Llama anatomy, sizes that do not fit, and
+    weight files that do not match.
+    """
+    config = _load_config(section) if section.path else _make_config(section)
+    config.use_cache = False
+    with torch.device("meta"):
+        make: Any = AutoModelForCausalLM.from_config
+        module = make(config, attn_implementation=section.attention, dtype=torch.float32)
+    body = getattr(module, "model", None)
+    missing = [part for part in ANATOMY if not hasattr(body, part)]
+    if missing or not isinstance(getattr(module, "lm_head", None), nn.Linear):
+        raise UserError(
+            f"{type(module).__name__} lacks the Llama anatomy ({', '.join(missing) or 'lm_head'} not found); "
+            "femto trains Llama, Mistral, Qwen2, Qwen3 and their relatives"
+        )
+    module.lm_head = _head(module.lm_head)
+    make_thrifty(module)
+    weights: WeightSource
+    if section.path and section.weights == "load":
+        weights = SafetensorsWeights(Path(section.path), module)
+    else:
+        weights = RandomWeights(module, seed)
+    return FullModel(module, weights)
+
+
+def _head(linear: nn.Linear) -> Head:
+    head = Head(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    head.weight, head.bias = linear.weight, linear.bias  # the same objects: a tied head stays tied
+    return head
+
+
+def _load_config(section: ModelSection) -> PretrainedConfig:
+    path = Path(section.path)
+    if not (path / "config.json").is_file():
+        raise UserError(f"model.path = {section.path!r} is not a Hugging Face model directory: it has no config.json")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)  # type: ignore[no-any-return]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path / 'config.json'} cannot be read: {error}") from None
+
+
+def _make_config(section: ModelSection) -> PretrainedConfig:
+    if section.hidden_size % section.heads or (section.hidden_size // section.heads) % 2:
+        raise UserError(
+            f"model.heads = {section.heads} must cut model.hidden_size = {section.hidden_size} into heads of even width"
+        )
+    if section.heads % section.kv_heads:
+        raise UserError(f"model.kv_heads = {section.kv_heads} must divide model.heads = {section.heads}")
+    config: PretrainedConfig = AutoConfig.for_model(
+        section.family,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_hidden_layers=section.layers,
+        num_attention_heads=section.heads,
+        num_key_value_heads=section.kv_heads,
+        head_dim=section.hidden_size // section.heads,
+        vocab_size=section.vocab_size,
+        tie_word_embeddings=section.tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return config

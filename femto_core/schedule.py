@@ -1,0 +1,78 @@
+"""The schedule seat: cuts the model into this rank's stage and runs a step's micro-batches through it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from femto_core.batch import Batch
+from femto_core.loss import Loss
+from femto_core.mesh import Mesh
+from femto_core.model import FullModel, Stage
+from femto_core.sync import GradientSynchronizer
+
+
+class Schedule(Protocol):
+    """Every rank of a pipeline returns the same results, whichever of them holds the head."""
+
+    def partition(self, model: FullModel) -> Stage:
+        """Return this rank's stage, still on the meta device."""
+
+    def run(
+        self,
+        stage: Stage,
+        micro_batches: Sequence[Batch],
+        loss: Loss,
+        scale: torch.Tensor,
+        grad_sync: GradientSynchronizer,
+    ) -> torch.Tensor:
+        """Run forward and backward of all micro-batches; gradients add up to those of `scale` times the summed loss.
+
+        All backwards but the stage's last run inside `grad_sync.no_sync()`. Returns this dp rank's summed loss.
+        """
+
+    def forward(
+        self, stage: Stage, batch: Batch, then: Callable[[torch.Tensor, nn.Module], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return `then(hidden [b, s, h], head)` for one batch, without gradients: for evaluation and sampling."""
+
+
+class Sequential:
+    """One stage holds the whole model; micro-batches follow one another."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def partition(self, model: FullModel) -> Stage:
+        everywhere = frozenset(axis.name for axis in self._mesh.axes)
+        return Stage(model, range(model.config.num_hidden_layers), everywhere)
+
+    def run(
+        self,
+        stage: Stage,
+        micro_batches: Sequence[Batch],
+        loss: Loss,
+        scale: torch.Tensor,
+        grad_sync: GradientSynchronizer,
+    ) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            is_last = number == len(micro_batches)
+            with contextlib.nullcontext() if is_last else grad_sync.no_sync():
+                batch = micro_batch.to(self._mesh.device)
+                hidden = stage.forward(batch.input_ids, batch)
+                loss_sum = loss(hidden, stage.head, batch.targets)
+                (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+                total += loss_sum.detach()
+        return total
+
+    @torch.no_grad()
+    def forward(
+        self, stage: Stage, batch: Batch, then: Callable[[torch.Tensor, nn.Module], torch.Tensor]
+    ) -> torch.Tensor:
+        batch = batch.to(self._mesh.device)
+        return then(stage.forward(batch.input_ids, batch), stage.head)

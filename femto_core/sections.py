@@ -1,0 +1,189 @@
+"""The kernel's own config sections: every setting, its default, its range, and its sentence in --help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import attrs
+
+
+class OutOfRange(ValueError):  # noqa: N818
+    """A value of the right type that the field does not allow."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        self.field = field
+        super().__init__(reason)
+
+
+def check(accepts: Callable[[Any], bool], reason: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+    """Return an attrs validator that refuses what `accepts` does not, with `reason` ("must be positive")."""
+
+    def validate(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not accepts(value):
+            raise OutOfRange(attribute.name, reason)
+
+    return validate
+
+
+positive = check(lambda v: v > 0, "must be greater than 0")
+not_negative = check(lambda v: v >= 0, "must not be negative")
+share = check(lambda v: 0 <= v < 1, "must lie in [0, 1)")
+
+
+@attrs.frozen(kw_only=True)
+class RunSection:
+    """Where a run writes."""
+
+    name: str = ""
+    """Name of the run; empty: the date and time of its start."""
+    dir: str = "runs"
+    """Folder that holds all runs; this one writes into DIR/NAME."""
+
+
+@attrs.frozen(kw_only=True)
+class TrainSection:
+    """How long to train, and from which random start."""
+
+    steps: int = attrs.field(default=300, validator=positive)
+    """Optimizer steps of the whole run; the learning-rate schedule spans them."""
+    stop_after: int = attrs.field(default=0, validator=not_negative)
+    """Stop cleanly after this many steps of the run, as a kill would; 0: run to the end."""
+    seed: int = attrs.field(default=0, validator=not_negative)
+    """Decides initial weights, data order and dropout."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Element type of weights, gradients and optimizer state when no precision plugin is active."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs)."""
+    threads: int = attrs.field(default=0, validator=not_negative)
+    """CPU threads of each process; 0: the machine's cores divided by the processes on it."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+
+
+@attrs.frozen(kw_only=True)
+class ModelSection:
+    """The model: a Hugging Face directory, or a small one from these sizes."""
+
+    path: str = ""
+    """Hugging Face directory with config.json and safetensors; empty: build one from the sizes below."""
+    weights: Literal["load", "random"] = "load"
+    """With model.path: load its weights, or keep only its shape and start from random ones."""
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    """Architecture when model.path is empty."""
+    hidden_size: int = attrs.field(default=192, validator=positive)
+    """Width of the residual stream."""
+    intermediate_size: int = attrs.field(default=512, validator=positive)
+    """Width inside the MLP."""
+    layers: int = attrs.field(default=4, validator=positive)
+    """Number of decoder layers."""
+    heads: int = attrs.field(default=6, validator=positive)
+    """Number of attention heads."""
+    kv_heads: int = attrs.field(default=3, validator=positive)
+    """Number of key/value heads; divides the attention heads."""
+    vocab_size: int = attrs.field(default=0, validator=not_negative)
+    """Rows of the embedding; 0: the vocabulary of the data's tokenizer."""
+    tied: bool = True
+    """Share one matrix between the embedding and the head."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """transformers' attention implementation."""
+
+
+@attrs.frozen(kw_only=True)
+class DataSection:
+    """What is read, in which shape."""
+
+    path: str = ""
+    """Directory written by `femto preprocess`; empty: the Python standard library's own sources."""
+    cache: str = "~/.cache/femto"
+    """Where the standard library's tokens are kept after the first time."""
+    seq_len: int = attrs.field(default=256, validator=positive)
+    """Tokens in a row."""
+    micro_batch: int = attrs.field(default=0, validator=not_negative)
+    """Rows of one forward pass on one rank; 0: the largest divisor of a rank's share that is at most 8."""
+    global_batch: int = attrs.field(default=16, validator=positive)
+    """Rows of one optimizer step over all ranks and accumulation steps."""
+    workers: int = attrs.field(default=0, validator=not_negative)
+    """Loader processes of each rank; 0: read in the training process."""
+    remainder: Literal["drop", "pad"] = "drop"
+    """Rows at an epoch's end that fill no global batch: leave them out, or fill up with rows that carry no loss."""
+    shuffle: bool = True
+    """A new order in each epoch, decided by train.seed and the epoch."""
+
+
+@attrs.frozen(kw_only=True)
+class OptimSection:
+    """AdamW and its learning rate."""
+
+    lr: float = attrs.field(default=3e-3, validator=positive)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running mean of the gradient, and of its square."""
+    eps: float = attrs.field(default=1e-8, validator=positive)
+    """Added to the denominator."""
+    weight_decay: float = attrs.field(default=0.1, validator=not_negative)
+    """Decoupled decay, on matrices only: never on norms and biases."""
+    clip: float = attrs.field(default=1.0, validator=not_negative)
+    """Largest global gradient norm; 0: no clipping."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up; wsd: warm-up, stable, decay."""
+    warmup: int = attrs.field(default=20, validator=not_negative)
+    """Steps of linear warm-up; the first update is at lr / (warmup + 1), never at 0."""
+    decay: int = attrs.field(default=0, validator=not_negative)
+    """Steps of decay at the end (wsd only); 0: a fifth of the run."""
+    min_ratio: float = attrs.field(default=0.1, validator=share)
+    """Learning rate at the end, as a share of the peak."""
+
+
+@attrs.frozen(kw_only=True)
+class EvalSection:
+    """Loss on held-out rows."""
+
+    every: int = attrs.field(default=100, validator=not_negative)
+    """Steps between evaluations (one more at the end); 0: none."""
+    rows: int = attrs.field(default=64, validator=not_negative)
+    """Held-out rows to use; 0: all."""
+
+
+@attrs.frozen(kw_only=True)
+class SampleSection:
+    """Text continued by the model while it trains."""
+
+    every: int = attrs.field(default=0, validator=not_negative)
+    """Steps between samples; 0: only before the first step and after the last."""
+    prompts: tuple[str, ...] = ("def ", "class ", "import ")
+    """Texts to continue; none: no samples."""
+    tokens: int = attrs.field(default=40, validator=positive)
+    """Tokens to add to each prompt."""
+    temperature: float = attrs.field(default=0.7, validator=not_negative)
+    """Divides the logits before drawing; 0: always the likeliest token."""
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointSection:
+    """Saving and resuming."""
+
+    every: int = attrs.field(default=0, validator=not_negative)
+    """Steps between checkpoints (one more at the end); 0: none."""
+    resume: str = "none"
+    """none; auto: the run's newest complete checkpoint if there is one; or the path of a checkpoint."""
+
+
+@attrs.frozen(kw_only=True)
+class LogSection:
+    """What is shown and recorded."""
+
+    every: int = attrs.field(default=10, validator=positive)
+    """Steps between printed lines where there is no terminal; metrics.jsonl has every step."""
+    peak_tflops: float = attrs.field(default=0.0, validator=not_negative)
+    """The device's peak in TFLOP/s, for MFU; 0: known for common GPUs, otherwise only TFLOP/s is shown."""
+
+
+@attrs.frozen(kw_only=True)
+class ProfileSection:
+    """A torch.profiler trace for the Chrome or Perfetto viewer."""
+
+    step: int = attrs.field(default=0, validator=not_negative)
+    """First step to trace; 0: none."""
+    steps: int = attrs.field(default=1, validator=positive)
+    """How many steps to trace."""

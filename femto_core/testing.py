@@ -1,0 +1,285 @@
+"""For tests, femto's own and plugin authors': a pool of gloo workers, and the parity of any layout with one process.
+
+pool = WorkerPool(4)
+one = pool.train(1, values)
+four = pool.train(4, {**values, "tp": {"size": 2}}, plugins=("tp", "zero3"))
+assert worst_difference(one, four) < 1e-9
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from femto_core.batch import IGNORE_INDEX, Batch
+from femto_core.build import build_trainer
+from femto_core.config import config_class, make_config
+from femto_core.hooks import Hooks
+from femto_core.hookspecs import hookimpl
+from femto_core.layout import ParamLayout
+from femto_core.plugins import activate
+from femto_core.trainer import Trainer
+
+QUIET = ("no:progress", "no:recorder", "no:samples", "no:sanity", "no:profiler")
+TINY: dict[str, Any] = {
+    "train": {"steps": 6, "dtype": "float64", "threads": 1},
+    "model": {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 4, "kv_heads": 2, "vocab_size": 32},
+    "data": {"seq_len": 8, "global_batch": 8, "micro_batch": 1},
+    "optim": {"warmup": 1, "lr": 1e-2},
+    "eval": {"every": 0},
+}
+"""Settings of a model that trains in milliseconds, in float64."""
+
+
+class WorkerFailedError(AssertionError):
+    """One or more workers raised, died or did not answer; the text has each one's traceback."""
+
+
+@attrs.frozen(kw_only=True)
+class Record:
+    """What one training run did: the same on every layout, or something is wrong. Tensors are global, by full name."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    """One for each step, after clipping."""
+    weights: dict[str, torch.Tensor]
+
+
+class WorkerPool:
+    """Processes that wait for jobs. Starting them takes seconds, a job milliseconds: keep one for a whole session."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0
+    ) -> list[Any]:
+        """Call `function(*arguments)` on ranks 0 to `world_size` - 1 of a new gloo process group; return all results.
+
+        `function` must be importable (defined at the top of a module). Raises `WorkerFailedError`.
+        """
+        if world_size > self.size:
+            raise ValueError(f"a job for {world_size} ranks does not fit a pool of {self.size} workers")
+        self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world_size):
+                job = pickle.dumps((function, arguments, rank, world_size, str(Path(folder) / "store")))
+                self._pipes[rank].send_bytes(job)
+            answers = [self._receive(rank, timeout_s) for rank in range(world_size)]
+        failures = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            self.close()  # the ranks that did not fail may be waiting for the others
+            raise WorkerFailedError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def train(
+        self, world_size: int, values: Mapping[str, Any], *, plugins: Sequence[str] = (), timeout_s: float = 120.0
+    ) -> Record:
+        """Train with settings `values` (over `TINY`) on random rows; return what all ranks did, put together."""
+        return assemble(self.run(world_size, train_job, dict(values), tuple(plugins), timeout_s=timeout_s))
+
+    def close(self) -> None:
+        """End all workers."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        while len(self._processes) < self.size:
+            mine, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+
+    def _receive(self, rank: int, timeout_s: float) -> tuple[bool, Any]:
+        try:
+            if self._pipes[rank].poll(timeout_s):
+                answer: tuple[bool, Any] = pickle.loads(self._pipes[rank].recv_bytes())
+                return answer
+        except EOFError:
+            return False, "the worker died"
+        return False, f"no answer within {timeout_s} s"
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        answer: tuple[bool, Any]
+        try:
+            function, arguments, rank, world_size, store = pickle.loads(job)
+            dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
+            try:
+                answer = True, function(*arguments)
+            finally:
+                dist.destroy_process_group()
+        except BaseException:  # noqa: BLE001 - sent to the test, which fails with it
+            answer = False, traceback.format_exc()
+        sys.stdout.flush()
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+@attrs.frozen
+class RandomTask:
+    """A plugin that takes the data seats: random rows, a share of the targets masked, in some rows all of them."""
+
+    rows: int = 64
+    masked: float = 0.3
+    documents: int = 1
+    """Documents in a row, of about the same length, with restarting positions."""
+
+    @hookimpl
+    def femto_dataset(self, config: Any, split: str) -> RandomRows:
+        seed = {"train": 0, "held_out": 1}[split]
+        return RandomRows(self, config.data.seq_len, config.model.vocab_size, seed)
+
+    @hookimpl
+    def femto_collator(self) -> Callable[[Sequence[Any]], Batch]:
+        return stack_batches
+
+
+@attrs.frozen
+class RandomRows:
+    """Row i is decided by i and the seed alone."""
+
+    task: RandomTask
+    seq_len: int
+    vocab_size: int
+    seed: int
+    tokenizer_path: Path = Path("none")
+
+    def __len__(self) -> int:
+        return self.task.rows
+
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < self.task.rows:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        row = torch.randint(self.vocab_size, (1, self.seq_len + 1), generator=generator)
+        share = 1.0 if index % 5 == 4 and self.task.masked else self.task.masked
+        hidden = torch.rand(1, self.seq_len, generator=generator) < share
+        document_ids = torch.arange(self.seq_len)[None] * self.task.documents // self.seq_len
+        starts = torch.searchsorted(document_ids[0].contiguous(), document_ids[0].contiguous())
+        return Batch(
+            input_ids=row[:, :-1],
+            targets=row[:, 1:].masked_fill(hidden, IGNORE_INDEX),
+            position_ids=(torch.arange(self.seq_len) - starts)[None],
+            document_ids=document_ids,
+        )
+
+
+def stack_batches(samples: Sequence[Batch]) -> Batch:
+    """Put batches of one row each on top of one another."""
+    fields = [field.name for field in attrs.fields(Batch)]
+    return Batch(**{name: torch.cat([getattr(s, name) for s in samples]) for name in fields})
+
+
+def make_trainer(
+    values: Mapping[str, Any], plugins: Sequence[str] = (), objects: Mapping[str, object] | None = None
+) -> Trainer:
+    """Build a trainer in this process (whose process group exists) from `values` over `TINY`; quiet, in float64."""
+    given = {"random_task": RandomTask()} if objects is None else dict(objects)
+    active = activate([*QUIET, *plugins], objects=given)
+    hooks = Hooks(active.manager)
+    run_dir = [tempfile.mkdtemp(prefix="femto-test-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(run_dir)
+    merged = {name: {**TINY.get(name, {}), **values.get(name, {})} for name in {*TINY, *values}}
+    merged["run"] = {"dir": run_dir[0], "name": "test", **merged.get("run", {})}
+    config = make_config(config_class(dict(hooks.config_section())), merged, {})
+    hooks.validate(config)
+    return build_trainer(config, active)
+
+
+def train_job(values: Mapping[str, Any], plugins: Sequence[str], task: RandomTask | None = None) -> dict[str, Any]:
+    """Train as a worker's job; return this rank's part of a `Record`."""
+    trainer = make_trainer(values, plugins, {"random_task": task or RandomTask()})
+    gradients: list[dict[str, torch.Tensor]] = []
+
+    def keep(*_: Any) -> None:
+        gradients.append({g.name: g.master.grad.clone() for g in trainer.groups if g.master.grad is not None})
+
+    handle = trainer.optimizer.register_step_pre_hook(keep)
+    infos = [trainer.train_step() for _ in range(trainer.config.train.stop_after or trainer.config.train.steps)]
+    handle.remove()
+    part = {
+        "losses": [info.loss for info in infos],
+        "norms": [info.grad_norm for info in infos],
+        "layouts": {g.name: g.layout for g in trainer.groups},
+        "gradients": gradients,
+        "weights": {g.name: g.master.detach().clone() for g in trainer.groups},
+    }
+    trainer.close()
+    return part
+
+
+def assemble(parts: Sequence[Mapping[str, Any]]) -> Record:
+    """Put the ranks' parts together into global tensors. Raises where ranks disagree or leave a gap."""
+    for part in parts[1:]:
+        for key in ("losses", "norms"):
+            torch.testing.assert_close(
+                torch.tensor(part[key]), torch.tensor(parts[0][key]), rtol=0, atol=0, equal_nan=True, msg=key
+            )
+    steps = len(parts[0]["gradients"])
+    return Record(
+        losses=parts[0]["losses"],
+        norms=parts[0]["norms"],
+        gradients=[_whole([(p["layouts"], p["gradients"][step]) for p in parts]) for step in range(steps)],
+        weights=_whole([(p["layouts"], p["weights"]) for p in parts]),
+    )
+
+
+def _whole(parts: Sequence[tuple[Mapping[str, ParamLayout], Mapping[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    whole: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for layouts, tensors in parts:
+        for name, tensor in tensors.items():
+            layout, flat, start = layouts[name], tensor.flatten(), 0
+            target = whole.setdefault(layout.name, torch.zeros(layout.global_shape, dtype=tensor.dtype))
+            mask = seen.setdefault(layout.name, torch.zeros(layout.global_shape, dtype=torch.bool))
+            for box in layout.owned():
+                values = flat[start : start + box.numel].view(box.sizes)
+                before = target[box.slices()][mask[box.slices()]]
+                if not torch.equal(before, values[mask[box.slices()]]):
+                    raise AssertionError(f"ranks hold different values of {layout.name}")
+                target[box.slices()], mask[box.slices()] = values, True
+                start += box.numel
+    gaps = [name for name, mask in seen.items() if not mask.all()]
+    if gaps:
+        raise AssertionError(f"no rank owns all of {gaps[0]}")
+    return whole
+
+
+def worst_difference(one: Record, other: Record) -> float:
+    """Return the largest relative difference in losses, norms, gradients and weights, each against its largest."""
+    assert one.weights.keys() == other.weights.keys(), "the runs have different parameters"
+    pairs = [
+        (torch.tensor(one.losses), torch.tensor(other.losses)),
+        (torch.tensor(one.norms), torch.tensor(other.norms)),
+    ]
+    for mine, theirs in zip([*one.gradients, one.weights], [*other.gradients, other.weights], strict=True):
+        pairs.extend((mine[name], theirs[name]) for name in mine)
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs if a.numel())

@@ -1,0 +1,206 @@
+"""The trainer: one step after the other, in six moments; it never asks which plugin is on."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from femto_core.batch import Batch
+from femto_core.checkpoint import Checkpointer, RunState, Stateful
+from femto_core.config import Config
+from femto_core.data import Collator, Dataset, DistributedDataLoader, evaluation_batches
+from femto_core.hooks import Hooks
+from femto_core.loss import Loss
+from femto_core.mesh import DP, Mesh
+from femto_core.metrics import Meter, StepInfo
+from femto_core.model import Stage
+from femto_core.optim import LRSchedule, clip_grads, grad_norm_squared, set_lr
+from femto_core.precision import MixedPrecisionManager, ParamGroup
+from femto_core.schedule import Schedule
+from femto_core.sharding import ShardingStrategy
+from femto_core.sync import GradientSynchronizer
+
+
+@attrs.define(kw_only=True)
+class Trainer:
+    """Trains a stage with the strategies it was given. Every method is called by all ranks alike."""
+
+    config: Config
+    mesh: Mesh
+    hooks: Hooks
+    run_dir: Path
+    stage: Stage
+    schedule: Schedule
+    collator: Collator
+    loader: DistributedDataLoader
+    dataset: Dataset
+    held_out: Dataset
+    loss: Loss
+    precision: MixedPrecisionManager
+    sharding: ShardingStrategy
+    grad_sync: GradientSynchronizer
+    groups: Sequence[ParamGroup]
+    optimizer: torch.optim.Optimizer
+    lr_schedule: LRSchedule
+    checkpointer: Checkpointer
+    meter: Meter
+    plugin_versions: dict[str, str]
+    plugin_parts: dict[str, Stateful]
+    step: int = 0
+    """Steps done so far."""
+    skipped: int = 0
+    """Of these, how many left the weights untouched."""
+    tokens_seen: int = 0
+
+    def train(self) -> None:
+        """Train up to `train.steps`, or `train.stop_after`; evaluate, save and report on the way."""
+        section = self.config.train
+        end = min(section.steps, section.stop_after or section.steps)
+        self.hooks.train_begin(self)
+        try:
+            while self.step < end:
+                self.hooks.step_begin(self.step + 1)
+                info = self.train_step()
+                if self.mesh.rank == 0:
+                    self.hooks.log(info.step, self._metrics(info))
+                self._now_and_then(is_last=self.step == end)
+                self.hooks.step_end(info)
+        finally:
+            self.hooks.train_end(self)
+
+    def train_step(self) -> StepInfo:
+        """Do one optimizer step over one global batch."""
+        self.meter.start()
+        micro_batches = self.loader.next_step()
+        tokens = self.mesh.sum(self._count(micro_batches), DP)
+        # Gradients are sums, scaled once by the global count: any split of the batch gives the same gradient.
+        loss = self.schedule.run(self.stage, micro_batches, self.loss, 1 / tokens.clamp(min=1), self.grad_sync)
+        self.grad_sync.sync_gradients()
+        self.sharding.reduce_grads()
+        self.precision.copy_grads_to_master(self.groups)
+        loss_sum, norm = self._reduce_numbers(loss)
+        lr = self.config.optim.lr * self.lr_schedule(self.step)
+        count = int(tokens)
+        skip = not math.isfinite(norm) or count == 0
+        if not skip:
+            clip_grads(self.groups, norm, self.config.optim.clip)
+            set_lr(self.optimizer, lr)
+            self.optimizer.step()
+            self.precision.sync_weights(self.groups)
+            self.sharding.gather_weights()
+        self.precision.zero_grad(self.groups)
+        self.sharding.post_step()
+        self.step += 1
+        self.skipped += skip
+        self.tokens_seen += count
+        return StepInfo(
+            step=self.step,
+            loss=loss_sum / count if count else math.nan,
+            grad_norm=norm,
+            lr=lr,
+            tokens=count,
+            skipped=skip,
+            skipped_total=self.skipped,
+            seconds=self.meter.stop(),
+        )
+
+    def evaluate(self) -> float:
+        """Return the mean loss over the held-out rows' valid targets; each token weighs alike, whatever the batch."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self.stage.train(False)
+        for batch in self._held_out_batches():
+            targets = batch.targets.to(self.mesh.device)
+            total[0] += self.schedule.forward(self.stage, batch, functools.partial(self.loss, targets=targets))
+            total[1] += batch.valid
+        self.stage.train(True)
+        loss_sum, count = self.mesh.sum(total, DP).tolist()
+        return loss_sum / count if count else math.nan
+
+    def save(self) -> None:
+        """Save a checkpoint of the current step."""
+        self.checkpointer.save(self.run_dir / "checkpoints", self.step, self.run_state())
+
+    def resume(self, path: Path) -> None:
+        """Go on from the checkpoint at `path`."""
+        self.checkpointer.load(path, self.run_state())
+        self.precision.sync_weights(self.groups)
+        self.sharding.gather_weights()
+
+    def run_state(self) -> RunState:
+        """Return everything that a checkpoint holds."""
+        parts: dict[str, Stateful] = {"trainer": _Counters(self), "loader": self.loader, "grad_sync": self.grad_sync}
+        return RunState(groups=self.groups, optimizer=self.optimizer, parts={**parts, **self.plugin_parts})
+
+    def close(self) -> None:
+        """Undo everything that was attached to the stage; end loader processes."""
+        self.loader.close()
+        self.grad_sync.close()
+        self.sharding.close()
+
+    def _now_and_then(self, *, is_last: bool) -> None:
+        every = self.config.eval.every
+        if every and len(self.held_out) and (is_last or self.step % every == 0):
+            loss = self.evaluate()
+            if self.mesh.rank == 0:
+                self.hooks.log(self.step, {"held_out_loss": loss})
+        if self.config.checkpoint.every and (is_last or self.step % self.config.checkpoint.every == 0):
+            self.save()
+
+    def _count(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        return torch.tensor(sum(batch.valid for batch in micro_batches), device=self.mesh.device)
+
+    def _reduce_numbers(self, loss: torch.Tensor) -> tuple[float, float]:
+        """Return the global loss sum and gradient norm, equal on every rank: one collective and one wait."""
+        speaks = all(self.mesh.coordinate(axis.name) == 0 for axis in self.mesh.axes if axis.name != DP)
+        mine = loss.double() if speaks else torch.zeros_like(loss, dtype=torch.float64)
+        numbers = torch.stack([mine, grad_norm_squared(self.groups, self.mesh)])
+        loss_sum, squared = self.mesh.sum_world(numbers).tolist()
+        return loss_sum, math.sqrt(squared) if squared >= 0 else math.nan
+
+    def _metrics(self, info: StepInfo) -> dict[str, float]:
+        metrics = {
+            "loss": info.loss,
+            "grad_norm": info.grad_norm,
+            "lr": info.lr,
+            "tokens": float(info.tokens),
+            "skipped": float(info.skipped_total),
+            "seconds": info.seconds,
+        }
+        return {**metrics, **self.meter.rates(info.seconds)}
+
+    def _held_out_batches(self) -> Iterator[Batch]:
+        return evaluation_batches(
+            self.held_out,
+            self.collator,
+            rows=min(len(self.held_out), self.config.eval.rows or len(self.held_out)),
+            micro_batch=self.config.data.micro_batch,
+            dp_size=self.mesh.size(DP),
+            dp_rank=self.mesh.coordinate(DP),
+        )
+
+
+class _Counters:
+    """The trainer's own numbers and the random generators of its rank, as one part of a checkpoint."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        t = self._trainer
+        state = {"step": t.step, "skipped": t.skipped, "tokens_seen": t.tokens_seen, "rng": torch.get_rng_state()}
+        if t.mesh.device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state(t.mesh.device)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        t = self._trainer
+        t.step, t.skipped, t.tokens_seen = state["step"], state["skipped"], state["tokens_seen"]
+        torch.set_rng_state(state["rng"])
+        if t.mesh.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], t.mesh.device)

@@ -1,0 +1,136 @@
+"""Where weights come from: random numbers, or a Hugging Face directory. Each rank reads just the boxes it holds."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from femto_core.errors import UserError, suggest
+from femto_core.layout import Box
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class WeightSource(Protocol):
+    """Values of a model's parameters, by full name."""
+
+    def read(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
+        """Return the values in each of `boxes` of the parameter `name`, on the CPU, in the dtype they are kept in."""
+
+
+class RandomWeights:
+    """The initial weights of transformers' own rule for each module, decided by seed and module name alone.
+
+    Every layout therefore starts from the same weights, whatever its ranks did with their random generators before.
+    """
+
+    def __init__(self, model: Any, seed: int) -> None:
+        """Remember each module of the full `model` (on the meta device) that has parameters of its own."""
+        self._seed = seed
+        self._initialize = model._init_weights
+        self._owners = {
+            f"{name}.{key}": (name, copy.deepcopy(module), key)
+            for name, module in model.named_modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
+    def read(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
+        module_name, module, key = self._owners[name]
+        digest = hashlib.sha256(f"{self._seed}:{module_name}".encode()).digest()
+        real = copy.deepcopy(module).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest[:8], "little"))
+            self._initialize(real)
+        whole: torch.Tensor = getattr(real, key).detach()
+        return [whole[box.slices()] for box in boxes]
+
+
+class SafetensorsWeights:
+    """The weights in a Hugging Face directory, in one safetensors file or in several with an index."""
+
+    def __init__(self, directory: Path, model: Any) -> None:
+        """Check that the files hold exactly the parameters of `model`, in its shapes; nothing is read yet.
+
+        Raises `UserError` naming the file or the key: no weights, a shard that is absent or truncated, a parameter that
+        is missing, unexpected, or of another shape.
+        """
+        self._directory = directory
+        self._files = {name: self._open(name) for name in self._file_names()}
+        self._where = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118 - no dict
+        self._check(model)
+
+    def read(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
+        values = self._files[self._where[name]].get_slice(name)
+        return [values[box.slices()] for box in boxes]
+
+    def _file_names(self) -> list[str]:
+        if (self._directory / INDEX).is_file():
+            try:
+                names = sorted(set(json.loads((self._directory / INDEX).read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError) as error:
+                raise UserError(f"{self._directory / INDEX} is damaged: {error!r}") from None
+            absent = [name for name in names if not (self._directory / name).is_file()]
+            if absent:
+                raise UserError(f"{self._directory / INDEX} names {absent[0]}, which is not there")
+            return names
+        if (self._directory / SINGLE).is_file():
+            return [SINGLE]
+        raise UserError(
+            f"{self._directory} has no weights ({SINGLE} or {INDEX}); to start from random ones with its "
+            "config.json, set --model.weights random"
+        )
+
+    def _open(self, name: str) -> Any:
+        try:
+            return safe_open(self._directory / name, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{self._directory / name} is damaged or truncated: {error}") from None
+
+    def _check(self, model: Any) -> None:
+        wanted = dict(model.named_parameters())
+        aliases = set(dict(model.named_parameters(remove_duplicate=False))) - set(wanted)
+        ignored = [re.compile(p) for p in (getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
+        ignored.append(re.compile(r"rotary_emb\.inv_freq$"))  # older transformers saved what is computed today
+        missing = [name for name in wanted if name not in self._where]
+        extra = [
+            name
+            for name in self._where
+            if name not in wanted and name not in aliases and not any(p.search(name) for p in ignored)
+        ]
+        if missing:
+            raise UserError(
+                f"{self._directory} lacks {len(missing)} of the model's {len(wanted)} parameters, the first of them "
+                f"{missing[0]}{suggest(missing[0], extra)}"
+            )
+        if extra:
+            raise UserError(
+                f"{self._directory} holds {len(extra)} tensors the model does not have, the first {extra[0]}"
+            )
+        for name, parameter in wanted.items():
+            found = tuple(self._files[self._where[name]].get_slice(name).get_shape())
+            if found != tuple(parameter.shape):
+                raise UserError(
+                    f"{self._directory}: {name} has shape {found}, but config.json asks for {tuple(parameter.shape)}"
+                )
+        for alias in sorted(aliases & set(self._where)):
+            self._check_alias(alias, model)
+
+    def _check_alias(self, alias: str, model: Any) -> None:
+        """A tied weight that was saved twice must have been saved twice the same."""
+        tied = next(n for n, p in model.named_parameters() if p is model.get_parameter(alias))
+        whole = [Box((0,) * p.dim(), tuple(p.shape)) for p in [model.get_parameter(alias)]]
+        if not torch.equal(self.read(alias, whole)[0], self.read(tied, whole)[0]):
+            raise UserError(
+                f"{self._directory}: config.json ties {alias} to {tied}, but their saved values differ; "
+                "set tie_word_embeddings to false in config.json to keep both"
+            )

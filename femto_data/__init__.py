@@ -1,0 +1,1 @@
+"""Offline data: text in, rows of token ids out; and the dataset seat for rows made that way."""

@@ -1,0 +1,188 @@
+"""The dataset on disk: rows of token ids in a safetensors file, written in bounded memory and read by a memory map.
+
+A dataset directory holds `train.safetensors`, perhaps `held_out.safetensors`, `tokenizer/` and `manifest.json`. Each
+safetensors file has one tensor, `rows` [n, seq_len + 1]: row i is `stream[i * seq_len : i * seq_len + seq_len + 1]` of
+the concatenated token stream, so neighbours share one token and every token after the first is some row's target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from femto_core.errors import UserError
+
+if TYPE_CHECKING:  # transformers takes seconds to load, and a loader worker that opens a dataset has no use for it
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = "femto-rows-1"
+_DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "I32": np.dtype("<i4")}
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return 16 hexadecimal characters that change whenever the ids of some text would.
+
+    They cover the backend's own description (model, merges, normaliser, added tokens), or the vocabulary where there is
+    no such backend, and the special tokens. Directory, padding and truncation do not enter: they are a caller's state.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules: dict[str, Any] = json.loads(backend.to_str())
+        for state in ("padding", "truncation"):
+            rules.pop(state, None)
+    else:
+        rules = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(json.dumps([rules, special], sort_keys=True).encode()).hexdigest()[:16]
+
+
+class RowWriter:
+    """Writes one file of rows from a stream of tokens, holding no more than one `append` and an unfinished row.
+
+    A context manager. The rows go to `FILE.partial` behind room for the header; leaving the block fills the header in
+    and moves the file into place, and leaving it by an exception removes it, so FILE is complete or absent.
+    """
+
+    def __init__(self, file: Path, *, seq_len: int, vocab_size: int, tokenizer_fingerprint: str, eos_id: int) -> None:
+        self.file = file
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self.rows = 0
+        self._dtype = "U16" if vocab_size <= 65536 else "I32"
+        self._metadata = {
+            "format": FORMAT,
+            "seq_len": str(seq_len),
+            "vocab_size": str(vocab_size),
+            "tokenizer": tokenizer_fingerprint,
+            "eos_id": str(eos_id),
+        }
+        self._pending: npt.NDArray[np.int64] = np.empty(0, np.int64)  # the tokens from the next row's start on
+        # The header holds the number of rows, known only at the end. safetensors lets it end in spaces, so room for the
+        # longest one is left at the start and no row is ever copied.
+        self._header_size = -(-len(self._header(rows=2**62)) // 8) * 8
+        self._partial = file.with_name(file.name + ".partial")
+        self._stream = self._partial.open("wb")
+        self._stream.write(b" " * (8 + self._header_size))
+
+    @property
+    def dropped_tokens(self) -> int:
+        """How many tokens at the stream's end are in no row so far."""
+        return len(self._pending) - 1 if self.rows else len(self._pending)
+
+    def append(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
+        """Add `tokens` [n] to the stream. Raises ValueError for an id outside the vocabulary, which is a defect."""
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise ValueError(f"token ids {tokens.min()}..{tokens.max()} do not fit a vocabulary of {self.vocab_size}")
+        stream = np.concatenate([self._pending, tokens.astype(np.int64)])
+        rows = max(0, (len(stream) - 1) // self.seq_len)
+        if rows:
+            windows = np.lib.stride_tricks.sliding_window_view(stream, self.seq_len + 1)[:: self.seq_len][:rows]
+            self._stream.write(windows.astype(_DTYPES[self._dtype]).tobytes())  # [rows, seq_len + 1]
+            self.rows += rows
+        self._pending = stream[rows * self.seq_len :].copy()
+
+    def _header(self, *, rows: int) -> bytes:
+        shape = [rows, self.seq_len + 1]
+        end = shape[0] * shape[1] * _DTYPES[self._dtype].itemsize
+        tensor = {"dtype": self._dtype, "shape": shape, "data_offsets": [0, end]}
+        return json.dumps({"__metadata__": self._metadata, "rows": tensor}, separators=(",", ":")).encode()
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._stream as stream:
+            if kind is None:
+                stream.seek(0)
+                stream.write(struct.pack("<Q", self._header_size))
+                stream.write(self._header(rows=self.rows).ljust(self._header_size))
+                stream.flush()
+                os.fsync(stream.fileno())
+        if kind is None:
+            os.replace(self._partial, self.file)
+        else:
+            self._partial.unlink()
+
+
+class PackedDataset(Dataset[Tensor]):
+    """The rows of one file, memory-mapped and looked up by index; it keeps no position and no order.
+
+    It pickles as its path, so a spawned loader worker opens the file itself.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Open `file`. Raises UserError for one that is missing, foreign, cut short or without rows."""
+        self.file = Path(file)
+        header, start = _read_header(self.file)
+        try:
+            metadata, tensor = header["__metadata__"], header["rows"]
+            if metadata["format"] != FORMAT:
+                raise ValueError("another format")
+            self.seq_len = int(metadata["seq_len"])
+            self.vocab_size = int(metadata["vocab_size"])
+            self.tokenizer_fingerprint = str(metadata["tokenizer"])
+            self.eos_id = int(metadata["eos_id"])
+            dtype = _DTYPES[tensor["dtype"]]
+            self._length, width = (int(size) for size in tensor["shape"])
+            if self.seq_len < 1 or width != self.seq_len + 1:
+                raise ValueError("shape and metadata disagree")
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.file} holds no rows in the format {FORMAT}; give a file that `femto preprocess` wrote"
+            ) from error
+        there, due = self.file.stat().st_size - start, self._length * width * dtype.itemsize
+        if there != due:
+            raise UserError(
+                f"{self.file} is {'truncated' if there < due else 'damaged'}: its header promises {due} bytes of "
+                f"rows and {there} are there; copy it again or run `femto preprocess` again"
+            )
+        if not self._length:
+            raise UserError(f"{self.file} holds no rows; preprocess more text or take a smaller seq_len")
+        self.tokenizer_path = self.file.parent / "tokenizer"
+        self._rows = np.memmap(self.file, dtype, mode="r", offset=start, shape=(self._length, width))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return row `index` as int64 [seq_len + 1]. Raises IndexError below 0 and from len(self) on."""
+        index = operator.index(index)
+        if not 0 <= index < self._length:
+            raise IndexError(f"row {index} of {self.file}, which has rows 0 to {self._length - 1}")
+        return torch.from_numpy(self._rows[index].astype(np.int64))
+
+    def __reduce__(self) -> tuple[type[PackedDataset], tuple[Path]]:
+        return (PackedDataset, (self.file,))
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Return a safetensors file's header and the offset of its data, in bytes."""
+    if not file.is_file():
+        what = "is a directory, not a file of rows" if file.is_dir() else "does not exist"
+        raise UserError(f"{file} {what}; give the train.safetensors of a directory that `femto preprocess` wrote")
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        # A foreign file's first bytes may read as any length: nothing longer than the file itself is asked for.
+        text = stream.read(size) if size <= file.stat().st_size else b""
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise UserError(
+            f"{file} is not a safetensors file, or only the beginning of one; copy it again or run `femto preprocess`"
+        ) from error
+    return (header if isinstance(header, dict) else {}), 8 + size
