@@ -5,10 +5,12 @@ A plugin adds a section of its own through `femto_config_section`; flags, TOML k
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -66,16 +68,28 @@ class Config:
         raise LookupError(f"no active plugin registered a config section of type {cls.__name__}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain TOML-ready values, every default spelt out."""
-        return typing.cast("dict[str, Any]", cattrs.unstructure(self))
+        """Return plain TOML-ready values, every default spelt out but None, which TOML does not know."""
+        plain = {f.name: cattrs.unstructure(getattr(self, f.name)) for f in attrs.fields(type(self))}
+        return {
+            k: {n: v for n, v in s.items() if v is not None} if isinstance(s, dict) else s for k, s in plain.items()
+        }
 
 
 def config_class(sections: Mapping[str, type[Any]]) -> type[Config]:
-    """Return `Config` with one more field for each of `sections` (name -> attrs class; every field has a default)."""
-    taken = {f.name for f in attrs.fields(Config)}
+    """Return `Config` with one more field for each of `sections` (name -> attrs class; every field has a default).
+
+    Raises `UserError` where a name is taken or is none, or a class cannot be filled from its defaults alone.
+    """
+    taken = {*(f.name for f in attrs.fields(Config)), *vars(Config)}
     for name, cls in sections.items():
         if name in taken:
             raise UserError(f"config section [{name}] of {cls.__module__} is one of femto's own; rename it")
+        if not name.isidentifier():
+            raise UserError(f"config section [{name}] of {cls.__module__} is no Python name; rename it")
+        if not attrs.has(cls) or any(f.default is attrs.NOTHING for f in attrs.fields(cls)):
+            raise UserError(
+                f"config section [{name}]: {cls.__name__} must be an attrs class, each field with a default"
+            )
     fields = {name: attrs.field(type=cls, factory=cls) for name, cls in sections.items()}
     made = attrs.make_class("Config", fields, bases=(Config,), frozen=True, kw_only=True)
     made.__annotations__ = dict(sections)  # tyro reads annotations, not attrs fields
@@ -109,8 +123,10 @@ def parse_flags(arguments: Sequence[str], cls: type[Config]) -> dict[str, Any]:
             key, value = negated, Text("false")
         elif key not in known:
             flags = {"--" + name.replace("_", "-") for name in known}
-            raise UserError(f"unknown flag --{flag}{suggest('--' + flag, flags)} (femto train --help lists all)")
-        elif _is_tuple(known[key]):
+            foreign = "." in key and key.partition(".")[0] not in {name.partition(".")[0] for name in known}
+            hint = suggest("--" + flag, flags) or ("; is its plugin active? (--plugins)" if foreign else "")
+            raise UserError(f"unknown flag --{flag}{hint} (femto train --help lists all)")
+        elif _is_a(known[key], tuple):
             words = [inline] if has_value else []
             while not has_value and rest and not rest[0].startswith("--"):
                 words.append(rest.pop(0))
@@ -162,6 +178,9 @@ def make_config(cls: type[Config], toml: Mapping[str, Any], flags: Mapping[str, 
                 merged[section] = {**merged.get(section, {}), **values}
             else:
                 merged[section] = values
+    for section, kind in typing.get_type_hints(cls).items():
+        if attrs.has(kind) and not isinstance(merged.get(section, {}), Mapping):
+            raise UserError(f"[{section}] must be a section{_where((section,), flags, toml_path)}")
     try:
         return _converter().structure(merged, cls)
     except ClassValidationError as group:
@@ -181,12 +200,10 @@ def _sentence(
     if isinstance(error, ForbiddenExtraKeysError):
         extra = sorted(error.extra_fields)[0]
         known = [f.name for f in attrs.fields(owner)]
-        if not path:
-            hint = suggest(extra, known) or "; is it the section of a plugin that is not active? (--plugins)"
-            return f"unknown section [{extra}]{_where((extra,), flags, toml_path)}{hint}"
-        return (
-            f"unknown key {'.'.join((*path, extra))}{_where((*path, extra), flags, toml_path)}{suggest(extra, known)}"
-        )
+        where, hint = _where((*path, extra), flags, toml_path), suggest(extra, known)
+        if path:
+            return f"unknown key {'.'.join((*path, extra))}{where}{hint}"
+        return f"unknown section [{extra}]{where}{hint or '; is its plugin active? (--plugins)'}"
     if isinstance(error, OutOfRange):
         path = (*path, error.field) if path[-1:] != (error.field,) else path
     value: Any = merged
@@ -206,7 +223,7 @@ def _where(path: tuple[str, ...], flags: Mapping[str, Any], toml_path: str) -> s
         return ""
     section = ""
     for number, line in enumerate(Path(toml_path).read_text(encoding="utf-8").splitlines(), start=1):
-        header = re.match(r"\s*\[([^\]]+)\]", line)
+        header = re.match(r"\s*\[+([^\]]+)\]", line)
         section = header.group(1).strip() if header else section
         key_of_line = re.match(r"\s*([\w.-]+)\s*=", line)
         full = ".".join(filter(None, (section, key_of_line.group(1) if key_of_line else "")))
@@ -234,46 +251,51 @@ class WrongType(ValueError):  # noqa: N818 - reads as the reason it states
     """A value of another type than the field's."""
 
 
-def _is_tuple(kind: Any) -> bool:
-    return typing.get_origin(kind) is tuple
-
-
-def _is_literal(kind: Any) -> bool:
-    origin: Any = typing.get_origin(kind)
-    return origin is Literal
+def _is_a(kind: Any, origin: Any) -> bool:
+    return typing.get_origin(kind) is origin
 
 
 def _converter() -> cattrs.Converter:
-    """Return a strict converter: no int from 3.7, no bool from 1, no text from a number; unknown keys are refused."""
+    """Return a strict converter: no int from 3.7, no bool from 1, no list from text; unknown keys are refused."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
     for kind, article in ((int, "a whole number"), (float, "a number"), (bool, "true or false"), (str, "text")):
         converter.register_structure_hook(kind, _strict(kind, article))
-    converter.register_structure_hook_func(_is_literal, _literal)
+    converter.register_structure_hook_func(lambda k: _is_a(k, Literal), _literal)
+    converter.register_structure_hook_func(lambda k: _is_a(k, tuple), lambda v, k: _tuple(v, k, converter))
     return converter
 
 
 def _strict(kind: type[Any], article: str) -> Callable[[Any, Any], Any]:
     def structure(value: Any, _: Any) -> Any:
         if isinstance(value, Text) and kind is not str:
-            lowered = value.strip().lower().replace("_", "")
-            if kind is bool and lowered in ("true", "false"):
-                return lowered == "true"
-            try:
-                if kind is not bool:
-                    return kind(lowered)
-            except ValueError:
-                pass
-        elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-            return str(value) if kind is str else value
-        elif kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        raise WrongType(f"must be {article}")
+            lowered = value.strip().lower()
+            with contextlib.suppress(ValueError):
+                value = {"true": True, "false": False}.get(lowered, value) if kind is bool else kind(lowered)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise WrongType(f"must be {article}")
+        if kind is float and not math.isfinite(value):
+            raise WrongType("must be a finite number")
+        return str(value) if kind is str else value
 
     return structure
 
 
 def _literal(value: Any, kind: Any) -> Any:
-    choices: Iterable[Any] = typing.get_args(kind)
-    if value not in choices:
-        raise WrongType(f"must be one of {', '.join(map(str, choices))}{suggest(str(value), map(str, choices))}")
-    return str(value) if isinstance(value, Text) else value
+    choices: tuple[Any, ...] = typing.get_args(kind)
+    for choice in choices:
+        if str(choice) == value if isinstance(value, Text) else (type(choice), choice) == (type(value), value):
+            return choice
+    raise WrongType(f"must be one of {', '.join(map(str, choices))}{suggest(str(value), map(str, choices))}")
+
+
+def _tuple(value: Any, kind: Any, converter: cattrs.Converter) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise WrongType("must be a list")
+    kinds = typing.get_args(kind)
+    if kinds[-1] is ...:
+        kinds = kinds[:1] * len(value)
+    if len(value) != len(kinds):
+        raise WrongType(f"must be {len(kinds)} values")
+    return tuple(converter.structure(item, kind) for item, kind in zip(value, kinds, strict=True))

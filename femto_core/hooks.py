@@ -45,7 +45,16 @@ class Hooks:
     manager: pluggy.PluginManager
 
     def config_section(self) -> list[tuple[str, type[Any]]]:
-        return list(self.manager.hook.femto_config_section())
+        """Return every plugin's section. Raises `UserError` where two plugins bring one of the same name."""
+        sections: list[tuple[str, type[Any]]] = list(self.manager.hook.femto_config_section())
+        first = dict(reversed(sections))
+        for name, cls in sections:
+            if cls is not first[name]:
+                raise UserError(
+                    f"two active plugins bring a config section [{name}]: {cls.__module__} and "
+                    f"{first[name].__module__}; remove one of them from --plugins"
+                )
+        return sections
 
     def commands(self, registry: CommandRegistry) -> None:
         self.manager.hook.femto_commands(registry=registry)

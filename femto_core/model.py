@@ -21,8 +21,8 @@ from femto_core.batch import Batch
 from femto_core.errors import UserError
 from femto_core.layout import ParamLayout
 from femto_core.sections import ModelSection
-from femto_core.thrift import make_thrifty
 from femto_core.weights import RandomWeights, SafetensorsWeights, WeightSource
+from femto_ops.thrift import make_thrifty
 
 ANATOMY = ("embed_tokens", "layers", "norm", "rotary_emb")
 

@@ -7,6 +7,7 @@ registered first, so that pluggy calls them last.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import attrs
 import pluggy
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from femto_core import hookspecs
 from femto_core.errors import UserError, suggest
@@ -86,8 +88,7 @@ def activate(
     blocked = {name[3:] for name in names if name.startswith("no:")}
     wanted = [name for name in dict.fromkeys(names) if not name.startswith("no:") and name not in blocked]
     installed = installed_plugins()
-    manager = pluggy.PluginManager("femto")
-    manager.add_hookspecs(hookspecs)
+    manager = _manager()
     if unknown := sorted(blocked - {*BUILT_IN, *installed, *wanted}):
         raise UserError(
             f"no:{unknown[0]} blocks a plugin that does not exist{suggest(unknown[0], {*BUILT_IN, *installed})}"
@@ -121,6 +122,11 @@ def installed_plugins() -> dict[str, EntryPoint]:
     """Return name -> entry point of every installed plugin. Raises `UserError` where two packages claim one name."""
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUP):
+        if entry.name in BUILT_IN:
+            raise UserError(
+                f"{_label(_dist(entry))} provides a plugin named {entry.name!r}, which is the name of a built-in one; "
+                f"uninstall {_dist(entry).name}"
+            )
         other = found.get(entry.name)
         if other is not None and (other.value, _dist(other).name) != (entry.value, _dist(entry).name):
             raise UserError(
@@ -140,7 +146,9 @@ def load(entry: EntryPoint) -> object:
     core = distribution("femto-core").version
     for line in dist.requires or ():
         need = Requirement(line)
-        if need.name == "femto-core" and not need.specifier.contains(core, prereleases=True):
+        applies = need.marker is None or need.marker.evaluate({"extra": ""})
+        is_core = canonicalize_name(need.name) == "femto-core"
+        if is_core and applies and not need.specifier.contains(core, prereleases=True):
             raise UserError(
                 f"plugin {entry.name!r} ({_label(dist)}) needs femto-core{need.specifier}, but femto-core {core} is "
                 "installed; upgrade one of the two"
@@ -149,22 +157,28 @@ def load(entry: EntryPoint) -> object:
         plugin = _instance(entry.load())
     except Exception as error:  # noqa: BLE001 - whatever the plugin's own code raises
         frames = traceback.extract_tb(error.__traceback__)
-        kernel, machinery = str(Path(__file__).parent), ("importlib", "<frozen")
-        own = [f for f in frames if kernel not in f.filename and not any(m in f.filename for m in machinery)]
-        where = "".join(traceback.format_list(own)).rstrip()
-        what = "".join(traceback.format_exception_only(error)).rstrip()
-        raise UserError(f"plugin {entry.name!r} ({_label(dist)}) fails to import:\n{where}\n{what}") from None
+        others = {Path(__file__).parent, Path(importlib.__file__).parent, Path(importlib.metadata.__file__).parent}
+        own = [f for f in frames if Path(f.filename).parent not in others and not f.filename.startswith("<frozen")]
+        where = "".join([*traceback.format_list(own), *traceback.format_exception_only(error)]).rstrip()
+        raise UserError(f"plugin {entry.name!r} ({_label(dist)}) fails to import:\n{where}") from None
     return plugin
 
 
 def list_plugins(active_names: Iterable[str]) -> list[PluginInfo]:
-    """Return every installed plugin, built-in ones first; one that cannot be loaded says why in `problem`."""
+    """Return every installed plugin, built-in ones first; one that could not be activated says why in `problem`.
+
+    Raises `UserError` where one of `active_names` is not installed.
+    """
     names = set(active_names)
-    core = distribution("femto-core")
+    core, installed = distribution("femto-core"), installed_plugins()
+    if absent := sorted({name for name in names if not name.startswith("no:")} - {*BUILT_IN, *installed}):
+        raise UserError(_not_installed(absent[0], installed))
     infos = [_info(name, core, _built_in(name), is_active=f"no:{name}" not in names) for name in BUILT_IN]
-    for name, entry in installed_plugins().items():
+    for name, entry in installed.items():
         try:
-            infos.append(_info(name, _dist(entry), load(entry), is_active=name in names))
+            plugin = load(entry)
+            _register(_manager(), name, plugin)
+            infos.append(_info(name, _dist(entry), plugin, is_active=name in names and f"no:{name}" not in names))
         except UserError as error:
             dist = _dist(entry)
             infos.append(
@@ -179,6 +193,12 @@ def list_plugins(active_names: Iterable[str]) -> list[PluginInfo]:
                 )
             )
     return infos
+
+
+def _manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager("femto")
+    manager.add_hookspecs(hookspecs)
+    return manager
 
 
 def _built_in(name: str) -> object:
@@ -200,6 +220,11 @@ def _register(manager: pluggy.PluginManager, name: str, plugin: object) -> None:
             raise UserError(f"plugin {name!r} implements {attribute}, which is not a hook{suggest(attribute, known)}")
         if attribute in known and not implements and callable(getattr(plugin, attribute)):
             raise UserError(f"plugin {name!r} has a {attribute} without @hookimpl, so it would never be called")
+    if type(plugin).__hash__ is None:
+        raise UserError(f"plugin {name!r} cannot be hashed, as pluggy must: write @attrs.define(eq=False)")
+    if any(plugin is other for other in manager.get_plugins()):
+        twin = manager.get_name(plugin)
+        raise UserError(f"plugins {twin!r} and {name!r} are the same object, so name only one of them in --plugins")
     try:
         manager.register(plugin, name=name)
         manager.check_pending()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from femto_core import corpus
+from femto_data import corpus
 from femto_data.config import PreprocessConfig
 from femto_data.corpus import standard_library_dataset, standard_library_sources
 from femto_data.dataset import PackedDataset

@@ -8,7 +8,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from femto_core.ops import rms_norm, swiglu
+from femto_ops.functions import rms_norm, swiglu
 
 
 class RMSNorm(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import backward
 from torch.utils.checkpoint import checkpoint
 
-from femto_core.ops import chunk_rows, linear_cross_entropy, rms_norm, swiglu
+from femto_ops.functions import chunk_rows, linear_cross_entropy, rms_norm, swiglu
 
 EPS = 1e-5
 # Bounds on max |got - want| / max |want|: some ulps of fp32; two roundings of bf16 (2^-8 each) apart.

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from femto_core.thrift import RMSNorm, SwiGLUMLP, make_thrifty
+from femto_ops.thrift import RMSNorm, SwiGLUMLP, make_thrifty
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

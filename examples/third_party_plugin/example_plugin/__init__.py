@@ -1,0 +1,1 @@
+"""A third-party plugin for femto; the hooks are in plugin.py."""
