@@ -69,10 +69,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain TOML-ready values, every default spelt out but None, which TOML does not know."""
-        plain = {f.name: cattrs.unstructure(getattr(self, f.name)) for f in attrs.fields(type(self))}
-        return {
-            k: {n: v for n, v in s.items() if v is not None} if isinstance(s, dict) else s for k, s in plain.items()
-        }
+        return attrs.asdict(self, filter=lambda _, value: value is not None)
 
 
 def config_class(sections: Mapping[str, type[Any]]) -> type[Config]:
@@ -123,8 +120,8 @@ def parse_flags(arguments: Sequence[str], cls: type[Config]) -> dict[str, Any]:
             key, value = negated, Text("false")
         elif key not in known:
             flags = {"--" + name.replace("_", "-") for name in known}
-            foreign = "." in key and key.partition(".")[0] not in {name.partition(".")[0] for name in known}
-            hint = suggest("--" + flag, flags) or ("; is its plugin active? (--plugins)" if foreign else "")
+            foreign = "." in key and not suggest(key.partition(".")[0], {name.partition(".")[0] for name in known})
+            hint = "; is its plugin active? (--plugins)" if foreign else suggest("--" + flag, flags)
             raise UserError(f"unknown flag --{flag}{hint} (femto train --help lists all)")
         elif _is_a(known[key], tuple):
             words = [inline] if has_value else []

@@ -97,7 +97,10 @@ class Mesh:
         self._mesh: DeviceMesh = init_device_mesh(
             device.type, tuple(a.size for a in self.axes), mesh_dim_names=tuple(a.name for a in self.axes)
         )
-        self._joint: dict[frozenset[str], dist.ProcessGroup] = {}
+        # Building a group takes the whole world, so joint ones are built here, not when only some ranks ask for them.
+        long = [axis.name for axis in self.axes if axis.size > 1]
+        joint = [frozenset(names) for n in range(2, len(long) + 1) for names in itertools.combinations(long, n)]
+        self._joint = {names: self._build_joint(names) for names in joint}
 
     @property
     def rank(self) -> int:
@@ -118,16 +121,9 @@ class Mesh:
         return self._mesh.get_local_rank(axis) if any(a.name == axis for a in self.axes) else 0
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """Return the process group of the ranks that differ from this one only along `axes`.
-
-        The first call for several axes at once builds groups and is therefore a collective of the whole world.
-        """
-        if len(axes) == 1:
-            return self._mesh.get_group(axes[0])
-        key = frozenset(axes)
-        if key not in self._joint:
-            self._joint[key] = self._build_joint(key)
-        return self._joint[key]
+        """Return the process group of the ranks that differ from this one only along `axes`, at least one of them."""
+        present = [axis for axis in axes if self.size(axis) > 1] or axes[:1]
+        return self._mesh.get_group(present[0]) if len(present) == 1 else self._joint[frozenset(present)]
 
     def sum(self, tensor: torch.Tensor, *axes: str) -> torch.Tensor:
         """Sum `tensor` in place over the ranks of `axes` and return it; nothing is sent where that is one rank."""

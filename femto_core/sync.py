@@ -71,7 +71,7 @@ class _Bucket:
     axes: tuple[str, ...]
     flat: torch.Tensor
     views: dict[nn.Parameter, torch.Tensor]
-    waiting: int = 0
+    waiting: set[nn.Parameter] = attrs.field(factory=set)
 
 
 class AllReduce:
@@ -123,7 +123,7 @@ class AllReduce:
             for parameter, view in bucket.views.items():
                 if parameter.grad is None:  # not used here, but perhaps on another rank
                     parameter.grad = view.zero_()
-            bucket.waiting = 0
+            bucket.waiting.clear()
         self._send_full()
         for work in self._works:
             work.wait()
@@ -159,11 +159,13 @@ class AllReduce:
             view.copy_(parameter.grad)
             parameter.grad = view
         if not self._accumulate_only:
-            bucket.waiting -= 1
+            if parameter not in bucket.waiting:
+                raise RuntimeError("a gradient came twice in one step: an earlier backward failed; build a new trainer")
+            bucket.waiting.remove(parameter)
             self._send_full()
 
     def _send_full(self) -> None:
-        while self._sent < len(self._buckets) and self._buckets[self._sent].waiting <= 0:
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].waiting:
             bucket = self._buckets[self._sent]
             if bucket.axes:
                 work = dist.all_reduce(bucket.flat, group=self._mesh.group(*bucket.axes), async_op=True)
@@ -174,4 +176,4 @@ class AllReduce:
     def _reset(self) -> None:
         self._works, self._sent = [], 0
         for bucket in self._buckets:
-            bucket.waiting = len(bucket.views)
+            bucket.waiting = set(bucket.views)

@@ -8,14 +8,16 @@ assert worst_difference(one, four) < 1e-9
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ from femto_core.layout import ParamLayout
 from femto_core.plugins import activate
 from femto_core.trainer import Trainer
 
-QUIET = ("no:progress", "no:recorder", "no:samples", "no:sanity", "no:profiler")
+GRACE_S = 5.0
+QUIET = ("no:progress", "no:recorder", "no:samples", "no:sanity", "no:profiler", "no:logs")
 TINY: dict[str, Any] = {
     "train": {"steps": 6, "dtype": "float64", "threads": 1},
     "model": {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 4, "kv_heads": 2, "vocab_size": 32},
@@ -81,7 +84,7 @@ class WorkerPool:
             for rank in range(world_size):
                 job = pickle.dumps((function, arguments, rank, world_size, str(Path(folder) / "store")))
                 self._pipes[rank].send_bytes(job)
-            answers = [self._receive(rank, timeout_s) for rank in range(world_size)]
+            answers = self._receive(world_size, timeout_s)
         failures = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close()  # the ranks that did not fail may be waiting for the others
@@ -112,14 +115,24 @@ class WorkerPool:
             self._processes.append(process)
             self._pipes.append(mine)
 
-    def _receive(self, rank: int, timeout_s: float) -> tuple[bool, Any]:
-        try:
-            if self._pipes[rank].poll(timeout_s):
-                answer: tuple[bool, Any] = pickle.loads(self._pipes[rank].recv_bytes())
-                return answer
-        except EOFError:
-            return False, "the worker died"
-        return False, f"no answer within {timeout_s} s"
+    def _receive(self, world_size: int, timeout_s: float) -> list[tuple[bool, Any]]:
+        """Return all ranks' answers; once one has failed, the others, who may wait for it, have `GRACE_S` left."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < world_size:
+            pipes = {self._pipes[rank]: rank for rank in range(world_size) if rank not in answers}
+            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                answers |= {rank: (False, f"no answer (the limit is {timeout_s} s)") for rank in pipes.values()}
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    answers[pipes[pipe]] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    answers[pipes[pipe]] = False, "the worker died"
+            if any(not ok for ok, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        return [answers[rank] for rank in range(world_size)]
 
 
 def _serve(pipe: Connection) -> None:
@@ -240,9 +253,8 @@ def assemble(parts: Sequence[Mapping[str, Any]]) -> Record:
     """Put the ranks' parts together into global tensors. Raises where ranks disagree or leave a gap."""
     for part in parts[1:]:
         for key in ("losses", "norms"):
-            torch.testing.assert_close(
-                torch.tensor(part[key]), torch.tensor(parts[0][key]), rtol=0, atol=0, equal_nan=True, msg=key
-            )
+            mine, first = (torch.tensor(p[key], dtype=torch.float64) for p in (part, parts[0]))
+            torch.testing.assert_close(mine, first, rtol=0, atol=0, equal_nan=True, msg=f"ranks disagree about {key}")
     steps = len(parts[0]["gradients"])
     return Record(
         losses=parts[0]["losses"],
@@ -274,12 +286,25 @@ def _whole(parts: Sequence[tuple[Mapping[str, ParamLayout], Mapping[str, torch.T
 
 
 def worst_difference(one: Record, other: Record) -> float:
-    """Return the largest relative difference in losses, norms, gradients and weights, each against its largest."""
-    assert one.weights.keys() == other.weights.keys(), "the runs have different parameters"
+    """Return the largest relative difference in losses, norms, gradients and weights, each against its largest.
+
+    Infinite where only one of the two has a value, or a finite one; NaN equals NaN (the loss of nothing to learn).
+    """
     pairs = [
-        (torch.tensor(one.losses), torch.tensor(other.losses)),
-        (torch.tensor(one.norms), torch.tensor(other.norms)),
+        (torch.tensor(mine, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64))
+        for mine, theirs in ((one.losses, other.losses), (one.norms, other.norms))
     ]
     for mine, theirs in zip([*one.gradients, one.weights], [*other.gradients, other.weights], strict=True):
+        assert mine.keys() == theirs.keys(), "the runs have different parameters"
         pairs.extend((mine[name], theirs[name]) for name in mine)
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs if a.numel())
+    return max(_relative_difference(a, b) for a, b in pairs)
+
+
+def _relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+        return math.inf
+    finite = a.isfinite()
+    if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
+        return math.inf
+    gap, size = (a - b)[finite].abs(), b[finite].abs()
+    return float(gap.max() / size.max().clamp(min=1e-12)) if gap.numel() else 0.0

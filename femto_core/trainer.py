@@ -80,7 +80,8 @@ class Trainer:
         micro_batches = self.loader.next_step()
         tokens = self.mesh.sum(self._count(micro_batches), DP)
         # Gradients are sums, scaled once by the global count: any split of the batch gives the same gradient.
-        loss = self.schedule.run(self.stage, micro_batches, self.loss, 1 / tokens.clamp(min=1), self.grad_sync)
+        scale = 1 / tokens.clamp(min=1).double()
+        loss = self.schedule.run(self.stage, micro_batches, self.loss, scale, self.grad_sync)
         self.grad_sync.sync_gradients()
         self.sharding.reduce_grads()
         self.precision.copy_grads_to_master(self.groups)

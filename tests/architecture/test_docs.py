@@ -1,0 +1,31 @@
+"""The documents say what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from femto_core.hookdoc import render
+from femto_core.plugins import hook_names
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_hook_reference_is_what_femto_hooks_prints() -> None:
+    assert (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8") == render(), "run: femto hooks > docs/hooks.md"
+
+
+@pytest.mark.parametrize("name", hook_names())
+def test_the_hook_reference_has_each_hook_with_its_arguments_and_its_moment(name: str) -> None:
+    part = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", render(), re.MULTILINE | re.DOTALL)
+    assert part, f"no section for {name}"
+    assert re.search(rf"^{name}\(.*\) -> ", part[1], re.MULTILINE)
+    assert "When: " in part[1]
+
+
+@pytest.mark.parametrize("name", hook_names())
+def test_each_hook_is_answered_by_the_defaults_or_named_in_a_test(name: str) -> None:
+    files = [ROOT / "femto_core" / "defaults.py", *(ROOT / "tests").rglob("test_*.py")]
+    assert any(re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) for file in files)

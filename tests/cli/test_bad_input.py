@@ -1,0 +1,105 @@
+"""Bad input gets one clear sentence on rank 0 and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from femto_core.cli import run_command
+from femto_core.errors import UserError
+from tests.cli.commands import TINY_FLAGS, femto
+
+CASES: dict[str, tuple[list[str], str]] = {
+    "unknown flag": (["--train.step", "5"], "unknown flag --train.step; did you mean '--train.steps'?"),
+    "unknown section": (["--tran.steps", "5"], "did you mean '--train.steps'?"),
+    "wrong type": (["--train.steps", "ten"], "train.steps = 'ten' (on the command line): must be a whole number"),
+    "out of range": (["--optim.lr", "0"], "optim.lr = '0' (on the command line): must be greater than 0"),
+    "choice": (["--optim.schedule", "cosin"], "did you mean 'cosine'?"),
+    "no such file": (["nothing.toml"], "config file nothing.toml does not exist"),
+    "no such data": (["--data.path", "nowhere"], "nowhere/train.safetensors"),
+    "no such model": (["--model.path", "nowhere"], "is not a Hugging Face model directory"),
+    "no such plugin": (["--plugins", "tq"], "plugin 'tq' is not installed"),
+    "no such command": (["trian"], "unknown command 'trian'; did you mean 'train'?"),
+    "flag without value": (["--train.steps"], "--train.steps needs a value"),
+    "value without flag": (["--train.steps", "3", "4"], "unexpected argument '4'"),
+    "batch does not divide": (["--data.global-batch", "5", "--data.micro-batch", "2"], "is not a multiple of"),
+    "too few rows": (["--data.global-batch", "5000"], "rows do not fill one global batch of 5000"),
+    "odd heads": (["--model.heads", "3", "--model.hidden-size", "16"], "heads of even width"),
+    "kv heads do not divide": (["--model.heads", "4", "--model.kv-heads", "3"], "must divide model.heads"),
+    "warm-up too long": (["--optim.warmup", "9", "--train.steps", "4"], "must be less than train.steps"),
+    "stop beyond the end": (["--train.stop-after", "9", "--train.steps", "4"], "lies beyond train.steps"),
+    "seq_len differs": (["--data.seq-len", "32"], "femto preprocess --seq-len 32"),
+    "vocabulary too small": (["--model.vocab-size", "40"], "the model has only 40"),
+    "checkpoint missing": (["--checkpoint.resume", "nowhere"], "checkpoint.resume = 'nowhere'"),
+    "seat empty": (["--plugins", "no:defaults"], "nobody sits in femto_collator"),
+}
+
+
+@pytest.fixture
+def lone_process() -> Iterator[None]:
+    """End the process group that a command left behind."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_process")
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused_in_one_sentence(
+    case: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, words = CASES[case]
+    tiny = [*TINY_FLAGS, "--data.path", str(dataset)]
+    for flag in {word for word in arguments if word.startswith("--")} & set(tiny):
+        at = tiny.index(flag)
+        del tiny[at : at + 2]
+    positional = arguments[:1] if not arguments[0].startswith("-") else []
+    with pytest.raises(UserError) as refused:
+        run_command([*positional, *tiny, *arguments[len(positional) :]])
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("case", ["wrong type", "vocabulary too small"], ids=["before torch", "after process groups"])
+def test_the_sentence_comes_alone_with_exit_code_2(case: str, dataset: Path, tmp_path: Path) -> None:
+    arguments, words = CASES[case]
+    done = femto([*TINY_FLAGS[2:], "--data.path", str(dataset), *arguments], tmp_path)
+    assert done.code == 2
+    assert done.err.startswith("femto: ")
+    assert words in done.err
+    assert done.err.count("\n") == 1, done.err
+
+
+def test_two_ranks_say_it_once(dataset: Path, tmp_path: Path) -> None:
+    flags = [*TINY_FLAGS, "--data.path", str(dataset), "--data.global-batch", "3", "--data.micro-batch", "1"]
+    done = femto(flags, tmp_path, processes=2)
+    assert done.code != 0
+    assert done.err.count("is not a multiple of") == 1
+    assert "femto_core/" not in done.err, "no traceback of femto's"
+
+
+def test_more_ranks_than_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a few words, again and again, " * 8)
+    preprocess = ["preprocess", "--input", "one.txt", "--seq-len", "60", "--output", "rows", "--vocab-size", "300"]
+    made = femto(preprocess, tmp_path)
+    assert made.code == 0, made.err
+    flags = [*TINY_FLAGS, "--data.path", "rows", "--data.seq-len", "60", "--data.global-batch", "2"]
+    done = femto(flags, tmp_path, processes=2)
+    assert done.code != 0
+    assert "too few for 2 data-parallel ranks" in done.err
+
+
+def test_help_names_every_section_and_command(tmp_path: Path) -> None:
+    done = femto(["train", "--help"], tmp_path)
+    assert done.code == 0
+    for section in ("run", "train", "model", "data", "optim", "eval", "sample", "checkpoint", "log", "profile"):
+        assert f"--{section}." in done.out
+    top = femto(["--help"], tmp_path)
+    assert top.code == 0
+    for command in ("train", "plugins", "hooks", "preprocess"):
+        assert command in top.out
