@@ -57,7 +57,8 @@ def make_lr_schedule(section: OptimSection, steps: int) -> LRSchedule:
     )
     factor = scheduler.lr_lambdas[0]
     floor = section.min_ratio if section.schedule == "linear" else 0.0
-    return lambda step: max(floor if step >= warmup else 0.0, float(factor(step + 1)))
+    # The rise is our own, since transformers' wsd begins its own at min_ratio.
+    return lambda step: (step + 1) / warmup if step < warmup else max(floor, float(factor(step + 1)))
 
 
 def grad_norm_squared(groups: Sequence[ParamGroup], mesh: Mesh) -> torch.Tensor:
@@ -74,8 +75,9 @@ def grad_norm_squared(groups: Sequence[ParamGroup], mesh: Mesh) -> torch.Tensor:
 
 def clip_grads(groups: Sequence[ParamGroup], norm: float, limit: float) -> None:
     """Scale all gradients by limit / norm where the global `norm` exceeds `limit`; a limit of 0 means none."""
-    if limit and norm > limit:
-        torch._foreach_mul_([g.master.grad for g in groups if g.master.grad is not None], limit / norm)
+    grads = [g.master.grad for g in groups if g.master.grad is not None]
+    if grads and limit and norm > limit:
+        torch._foreach_mul_(grads, limit / norm)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

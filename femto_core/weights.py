@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,7 +67,12 @@ class SafetensorsWeights:
         """
         self._directory = directory
         self._files = {name: self._open(name) for name in self._file_names()}
-        self._where = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118 - no dict
+        self._where: dict[str, str] = {}
+        for name, file in self._files.items():
+            for key in file.keys():  # noqa: SIM118 - no dict
+                if key in self._where:
+                    raise UserError(f"{directory}: {key} is in both {self._where[key]} and {name}")
+                self._where[key] = name
         self._check(model)
 
     def read(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
@@ -76,8 +82,9 @@ class SafetensorsWeights:
     def _file_names(self) -> list[str]:
         if (self._directory / INDEX).is_file():
             try:
-                names = sorted(set(json.loads((self._directory / INDEX).read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
+                weight_map = json.loads((self._directory / INDEX).read_text())["weight_map"]
+                names = sorted({os.fspath(name) for name in weight_map.values()})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{self._directory / INDEX} is damaged: {error!r}") from None
             absent = [name for name in names if not (self._directory / name).is_file()]
             if absent:
@@ -116,12 +123,11 @@ class SafetensorsWeights:
             raise UserError(
                 f"{self._directory} holds {len(extra)} tensors the model does not have, the first {extra[0]}"
             )
-        for name, parameter in wanted.items():
+        for name in [*wanted, *sorted(aliases & set(self._where))]:
             found = tuple(self._files[self._where[name]].get_slice(name).get_shape())
-            if found != tuple(parameter.shape):
-                raise UserError(
-                    f"{self._directory}: {name} has shape {found}, but config.json asks for {tuple(parameter.shape)}"
-                )
+            asked = tuple(model.get_parameter(name).shape)
+            if found != asked:
+                raise UserError(f"{self._directory}: {name} has shape {found}, but config.json asks for {asked}")
         for alias in sorted(aliases & set(self._where)):
             self._check_alias(alias, model)
 

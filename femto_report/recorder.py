@@ -30,7 +30,7 @@ class Recorder:
         import tomli_w
 
         self._folder = trainer.run_dir
-        (self._folder / "config.toml").write_text(tomli_w.dumps(trainer.config.to_dict()))
+        (self._folder / "config.toml").write_text(tomli_w.dumps(trainer.config.to_dict()), encoding="utf-8")
         (self._folder / "env.json").write_text(json.dumps(environment(trainer), indent=2))
         path = self._folder / "metrics.jsonl"
         # Steps after the resumed one belong to a past that did not happen.

@@ -18,11 +18,6 @@ from femto_core.plugins import hook_names
 ROOT = Path(__file__).parents[2]
 KERNEL = ROOT / "femto_core"
 PACKAGES = ("femto_core", "femto_data", "femto_report", "femto_ops")
-IMPORT_ORDER = (
-    *("errors", "sections", "config", "hookspecs", "hooks", "plugins", "hookdoc", "mesh", "layout", "batch", "weights"),
-    *("model", "loss", "precision", "sharding", "sync", "schedule", "optim", "data", "checkpoint", "metrics"),
-    *("defaults", "trainer", "build", "cli", "__main__", "testing"),
-)
 MOST_LINES = 300
 MOST_KERNEL_CODE = 3000
 
@@ -43,14 +38,12 @@ def name_of(file: Path) -> str:
 # The instruments, each shown to work before it is used
 
 
-def import_order() -> tuple[str, ...]:
-    """The order that docs/architecture.md states, in its block that begins with "text imports"."""
-    document = ROOT / "docs" / "architecture.md"
-    if not document.exists():
-        return IMPORT_ORDER
-    block = re.search(r"^```text imports\n(.*?)^```", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def import_order() -> list[str]:
+    """The first word of each line of docs/architecture.md's block "text imports", and `__main__` below them all."""
+    document = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    block = re.search(r"^```text imports\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
     assert block, "docs/architecture.md has no block ```text imports"
-    return tuple(re.findall(r"\w+", block[1]))
+    return [*re.findall(r"^\w+", block[1], re.MULTILINE), "__main__"]
 
 
 def imported(source: str) -> set[str]:

@@ -576,14 +576,14 @@ def test_plugins_without_names_are_refused() -> None:
 
 
 def test_plugins_are_called_before_the_kernel_and_the_last_named_first(site: Site) -> None:
-    for name in ("one", "two"):
+    for name in ("zeta", "alpha"):
         site.install("@hookimpl\ndef femto_validate(config): pass\n@hookimpl\ndef femto_log(step): pass", name=name)
     lines: list[str] = []
-    hooks = Hooks(activate(["one", "two"], lines.append).manager)
+    hooks = Hooks(activate(["zeta", "alpha"], lines.append).manager)
     hooks.validate(Config())
     hooks.log(1, {})
-    assert lines[0] == "femto_validate(config) -> two, one, defaults"
-    assert lines[1].startswith("femto_log(step, metrics) -> two, one, ")
+    assert lines[0] == "femto_validate(config) -> alpha, zeta, defaults"
+    assert lines[1].startswith("femto_log(step, metrics) -> alpha, zeta, ")
 
 
 class Wrapper(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -28,16 +29,16 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("femto_core", "femto_data", "femto_ops", "femto_report")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-SMALL = """
+SMALL = shlex.split("""
     --train.steps 6 --train.threads 1 --optim.warmup 1 --optim.lr 0.01 --eval.every 0 --data.seq-len 16
     --data.global-batch 4 --model.layers 1 --model.hidden-size 16 --model.intermediate-size 24 --model.heads 2
     --model.kv-heads 1
-""".split()
+""")
 
 
 def run(command: Sequence[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `command` in `folder`, with nothing in the environment that leads back to this repository."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FEMTO_", "PYTHON", "RANK", "WORLD_SIZE"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FEMTO_", "PYTHON", "RANK", "WORLD_", "LOCAL_"))}
     settings = {**kept, "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=300)
 
@@ -121,8 +122,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, alone: Environment) -> Path:
     folder = tmp_path_factory.mktemp("data")
     (folder / "texts").mkdir()
     for number in range(4):
-        words = (f"Number {i} is {'even' if i % 2 == 0 else 'odd'}." for i in range(number, 200, 3))
-        (folder / "texts" / f"{number}.txt").write_text("\n".join(words))
+        lines = [f"Number {i} is {'even' if i % 2 == 0 else 'odd'}." for i in range(number, 200, 3)]
+        (folder / "texts" / f"{number}.txt").write_text("\n".join(lines))
     words = ["preprocess", "--input", "texts", "--seq-len", "16", "--vocab-size", "300", "--output", "rows"]
     succeed([alone.femto, *words], folder)
     return folder / "rows"
@@ -131,13 +132,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, alone: Environment) -> Path:
 def test_the_wheel_holds_the_four_packages_whole_and_nothing_else(core_wheel: Path) -> None:
     names = zipfile.ZipFile(core_wheel).namelist()
     found = {name for name in names if ".dist-info/" not in name}
-    files = {
-        str(file.relative_to(ROOT))
-        for package in PACKAGES
-        for file in (ROOT / package).rglob("*")
-        if file.suffix == ".py" or file.name == "py.typed"
-    }
-    assert found == files
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.suffix in (".py", ".typed")]
+    assert found == {str(file.relative_to(ROOT)) for file in files}
     assert {f"{package}/py.typed" for package in PACKAGES} <= found
 
 
@@ -163,10 +159,16 @@ def test_the_environment_has_only_the_wheels_femto(extended: Environment) -> Non
     assert editable == ""
 
 
-def test_the_kernel_trains_alone(alone: Environment, data: Path) -> None:
-    out = succeed([alone.femto, "train", "--run.name", "alone", "--data.path", str(data), *SMALL], alone.folder)
+@pytest.fixture(scope="module")
+def plain_run(alone: Environment, data: Path) -> list[dict[str, Any]]:
+    """The steps of a run with the kernel alone."""
+    out = succeed([alone.femto, "train", "--run.name", "plain", "--data.path", str(data), *SMALL], alone.folder)
     assert "plugins: none" in out
-    steps = alone.metrics("alone")
+    return alone.metrics("plain")
+
+
+def test_the_kernel_trains_alone(plain_run: list[dict[str, Any]]) -> None:
+    steps = plain_run
     assert [line["step"] for line in steps] == list(range(1, 7))
     assert abs(steps[0]["loss"] - math.log(300)) < 0.5
     assert steps[-1]["loss"] < steps[0]["loss"]
@@ -184,15 +186,15 @@ def test_a_plugin_that_is_not_installed_is_refused_before_anything_is_written(
 
 
 def test_an_installed_plugin_that_is_not_named_changes_nothing(
-    alone: Environment, extended: Environment, data: Path
+    plain_run: list[dict[str, Any]], extended: Environment, data: Path
 ) -> None:
     words = ["train", "--run.name", "unnamed", "--data.path", str(data), *SMALL]
-    kept = ("step", "loss", "grad_norm", "lr")
-    runs = []
-    for environment in (alone, extended):
-        succeed([environment.femto, *words], environment.folder)
-        runs.append([[line[key] for key in kept] for line in environment.metrics("unnamed")])
-    assert runs[0] == runs[1]
+    succeed([extended.femto, *words], extended.folder)
+    for before, after in zip(plain_run, extended.metrics("unnamed"), strict=True):
+        assert [before[key] for key in ("step", "loss", "grad_norm", "lr")] == [
+            after[key] for key in ("step", "loss", "grad_norm", "lr")
+        ]
+    assert not (extended.folder / "runs" / "unnamed" / "spikes.tsv").exists()
 
 
 def test_a_third_partys_plugin_takes_its_seat_and_watches_every_step(extended: Environment, data: Path) -> None:

@@ -1,0 +1,208 @@
+"""What people look at: judgements that are right, records that survive, plots that exist."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from femto_core.errors import UserError
+from femto_core.layout import ParamLayout
+from femto_core.precision import ParamGroup
+from femto_report.logs import Logs
+from femto_report.progress import ProgressReport, clock
+from femto_report.recorder import Recorder, plot_loss, read_metrics, running_mean
+from femto_report.samples import draw
+from femto_report.sanity import first_loss, gradient_norms, memory
+from femto_report.trackers import TensorBoard, WandB
+
+
+def fake_trainer(tmp_path: Path, *, rank: int = 0, step: int = 0, path: str = "", steps: int = 8) -> Any:
+    """The parts of a trainer that observers look at."""
+    parameter = torch.nn.Parameter(torch.zeros(256, 1024))
+    layout = ParamLayout.whole("w", parameter.shape, ())
+    config = SimpleNamespace(
+        model=SimpleNamespace(path=path, weights="load"),
+        train=SimpleNamespace(steps=steps, stop_after=0),
+        log=SimpleNamespace(every=3),
+        data=SimpleNamespace(seq_len=4),
+        to_dict=lambda: {"train": {"steps": steps}},
+    )
+    return SimpleNamespace(
+        config=config,
+        mesh=SimpleNamespace(rank=rank, device=torch.device("cpu"), size=lambda _: 1),
+        stage=SimpleNamespace(config=SimpleNamespace(vocab_size=1000, model_type="llama")),
+        loader=SimpleNamespace(sampler=SimpleNamespace(rows=9, global_batch=2, accumulation=1, micro_batch=2)),
+        groups=[ParamGroup(name="w", compute=parameter, master=parameter, layout=layout)],
+        plugin_versions={},
+        run_dir=tmp_path,
+        step=step,
+    )
+
+
+METRICS = {
+    "loss": 2.5,
+    "grad_norm": 1.0,
+    "lr": 1e-3,
+    "tokens": 8.0,
+    "skipped": 0.0,
+    "tokens_per_s": 1234.0,
+    "tflops": 0.5,
+    "peak_memory_mib": 99.0,
+}
+
+
+class TestSanity:
+    def test_a_random_model_starts_near_ln_of_the_vocabulary(self, tmp_path: Path) -> None:
+        trainer = fake_trainer(tmp_path)
+        assert first_loss(trainer, math.log(1000) + 0.1).startswith("sane")
+        assert "the loss is wrong" in first_loss(trainer, math.log(1000) + 3)
+        assert "the initialisation is wrong" in first_loss(trainer, math.log(1000) - 3)
+
+    def test_a_loaded_model_must_know_something(self, tmp_path: Path) -> None:
+        trainer = fake_trainer(tmp_path, path="model")
+        assert "did the weights load" in first_loss(trainer, math.log(1000))
+        assert first_loss(trainer, 2.0).startswith("sane")
+
+    def test_norms_outside_their_usual_range_are_warned_of(self) -> None:
+        assert gradient_norms([0.5, 0.7, math.inf], clip=1.0).startswith("sane")
+        assert gradient_norms([0.01] * 3, clip=1.0).startswith("WARNING")
+        assert gradient_norms([50.0] * 3, clip=0.0).startswith("WARNING")
+        assert "should be the exception" in gradient_norms([2.0] * 3, clip=1.0)
+        assert "nothing was learnt" in gradient_norms([math.nan], clip=1.0)
+
+    def test_memory_counts_weights_gradients_and_two_moments(self, tmp_path: Path) -> None:
+        trainer = fake_trainer(tmp_path)  # 2 ** 18 parameters in fp32: 1 MiB each for all four
+        assert "optimizer state 4 MiB" in memory(trainer, 50.0)
+        assert memory(trainer, 3.0).startswith("WARNING")
+
+
+class TestRecorder:
+    def test_metrics_of_a_past_that_did_not_happen_are_dropped_on_resume(self, tmp_path: Path) -> None:
+        lines = [{"step": step, "loss": float(step)} for step in (1, 2, 3)]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 4, "lo')
+        recorder = Recorder()
+        recorder.femto_train_begin(fake_trainer(tmp_path, step=2))
+        recorder.femto_log(3, {"loss": 9.0})
+        recorder.femto_train_end()
+        assert [(m["step"], m["loss"]) for m in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 9)]
+
+    def test_a_loss_that_is_not_a_number_is_valid_json(self, tmp_path: Path) -> None:
+        recorder = Recorder()
+        recorder.femto_train_begin(fake_trainer(tmp_path))
+        recorder.femto_log(1, {"loss": math.nan, "grad_norm": math.inf})
+        recorder.femto_train_end()
+        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None}]
+        assert not (tmp_path / "loss.png").exists(), "there is nothing to plot"
+
+    def test_each_line_is_on_disk_at_once(self, tmp_path: Path) -> None:
+        recorder = Recorder()
+        recorder.femto_train_begin(fake_trainer(tmp_path))
+        recorder.femto_log(1, {"loss": 1.0})
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+        recorder.femto_train_end()
+
+    def test_other_ranks_write_nothing(self, tmp_path: Path) -> None:
+        recorder = Recorder()
+        recorder.femto_train_begin(fake_trainer(tmp_path, rank=1))
+        recorder.femto_log(1, {"loss": 1.0})
+        recorder.femto_train_end()
+        assert not list(tmp_path.iterdir())
+
+    def test_the_plot_is_drawn_from_what_was_recorded(self, tmp_path: Path) -> None:
+        lines = [{"step": 1, "loss": 3.0}, {"step": 1, "held_out_loss": 3.1}, {"step": 2, "loss": None}]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        plot_loss(tmp_path)
+        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_the_running_mean_is_not_pulled_towards_zero_at_its_start(self) -> None:
+        assert running_mean([4.0, 4.0, 4.0]) == pytest.approx([4.0, 4.0, 4.0])
+
+
+class TestProgress:
+    def test_plain_lines_come_first_last_and_every_few_steps(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        report = ProgressReport()
+        report.femto_train_begin(fake_trainer(tmp_path))
+        for step in range(1, 9):
+            report.femto_log(step, METRICS)
+        report.femto_log(8, {"held_out_loss": 2.25})
+        report.femto_train_end()
+        out = capsys.readouterr().out
+        assert [line.split()[1] for line in out.splitlines() if "/8" in line] == ["1/8", "3/8", "6/8", "8/8"]
+        assert "held_out_loss 2.2500" in out
+
+    def test_skipped_steps_are_said_with_their_reason(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        report = ProgressReport()
+        report.femto_train_begin(fake_trainer(tmp_path))
+        report.femto_log(1, {**METRICS, "skipped": 1.0})
+        report.femto_log(2, {**METRICS, "skipped": 2.0, "tokens": 0.0})
+        report.femto_train_end()
+        out = capsys.readouterr().out
+        assert "step 1: weights left untouched because of a gradient norm that is not finite" in out
+        assert "step 2: weights left untouched because of no valid target (2 such steps so far)" in out
+
+    def test_mfu_is_shown_where_the_peak_is_known(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        report = ProgressReport()
+        report.femto_train_begin(fake_trainer(tmp_path))
+        report.femto_log(1, {**METRICS, "mfu": 0.415})
+        report.femto_train_end()
+        assert "MFU 41.5%" in capsys.readouterr().out
+
+    def test_time_left_reads_like_a_clock(self) -> None:
+        assert [clock(s) for s in (5, 65, 3661)] == ["0:05", "1:05", "1:01:01"]
+
+
+def test_drawing_at_temperature_zero_takes_the_likeliest_and_is_repeatable_above() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0])
+    assert draw(logits, 0.0, torch.Generator()) == 1
+    draws = [[draw(logits, 1.0, torch.Generator().manual_seed(s)) for s in range(20)] for _ in range(2)]
+    assert draws[0] == draws[1]
+    assert set(draws[0]) > {1}
+
+
+def test_a_rank_logs_the_exception_that_ended_it(tmp_path: Path) -> None:
+    logs = Logs()
+    trainer = fake_trainer(tmp_path, rank=3, step=7)
+    logs.femto_train_begin(trainer)
+    try:
+        raise ArithmeticError("enough")
+    except ArithmeticError:
+        logs.femto_train_end(trainer)
+    text = (tmp_path / "logs" / "rank-3.log").read_text()
+    assert "training ends after step 7" in text
+    assert "ArithmeticError: enough" in text
+
+
+@pytest.mark.parametrize(("tracker", "module"), [(TensorBoard(), "torch.utils.tensorboard"), (WandB(), "wandb")])
+def test_a_tracker_whose_library_is_absent_says_how_to_get_it(
+    tracker: Any, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match="pip install 'femto-core"):
+        tracker.femto_train_begin(fake_trainer(tmp_path))
+
+
+def test_trackers_get_every_number_and_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    run = SimpleNamespace(log=lambda m, step: seen.append((step, m)), finish=lambda: seen.append("finished"))
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **_: run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    writer = SimpleNamespace(add_scalar=lambda n, v, s: seen.append((s, {n: v})), close=lambda: seen.append("closed"))
+    board = ModuleType("torch.utils.tensorboard")
+    board.SummaryWriter = lambda _: writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    trackers: tuple[Any, ...] = (TensorBoard(), WandB())
+    for tracker in trackers:
+        tracker.femto_train_begin(fake_trainer(tmp_path))
+        tracker.femto_log(1, {"loss": 2.0})
+        tracker.femto_train_end()
+    assert seen == [(1, {"loss": 2.0}), "closed", (1, {"loss": 2.0}), "finished"]
