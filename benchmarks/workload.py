@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -105,7 +106,8 @@ class StreamRows:
 
     rows: torch.Tensor
     vocab_size: int
-    tokenizer_path: Any = None
+    tokenizer_path: Path = Path("none")
+    fingerprint: str = "stream"
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import attrs
 import torch
+from filelock import BaseFileLock, FileLock, Timeout
 
 from femto_core import mesh as meshes
 from femto_core.config import Config
@@ -31,7 +32,7 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
     mesh = Mesh(hooks.mesh_axes(config), meshes.pick_device())
     check_equal_everywhere(mesh, config, plugins)
     set_up_torch(config, mesh)
-    run_dir = make_run_dir(config, mesh)
+    run_dir, lock = make_run_dir(config, mesh)
     config = fill_micro_batch(config, mesh)
 
     dataset, held_out = hooks.dataset(config, "train"), hooks.dataset(config, "held_out")
@@ -70,6 +71,7 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
         mesh=mesh,
         hooks=hooks,
         run_dir=run_dir,
+        lock=lock,
         stage=stage,
         schedule=schedule,
         collator=collator,
@@ -86,6 +88,7 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
         checkpointer=hooks.checkpointer(config, mesh),
         meter=meter,
         plugin_versions=plugins.versions,
+        model_config=model.config,
         plugin_parts=dict(hooks.checkpoint_state()),
     )
     resume(trainer)
@@ -126,18 +129,25 @@ def set_up_torch(config: Config, mesh: Mesh) -> None:
     torch.manual_seed(config.train.seed * 1_000_003 + mesh.coordinate(DP))
 
 
-def make_run_dir(config: Config, mesh: Mesh) -> Path:
-    """Create the run's folder on rank 0 and return its path on all. Raises `UserError` rather than mix two runs."""
+def make_run_dir(config: Config, mesh: Mesh) -> tuple[Path, BaseFileLock]:
+    """Create the run's folder and lock it on rank 0; return its path. Raises `UserError` rather than mix two runs."""
     name: str = mesh.from_first(config.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
     folder = Path(config.run.dir) / name
+    lock = FileLock(folder / ".lock")
     if mesh.rank == 0:
         if (folder / "metrics.jsonl").exists() and config.checkpoint.resume == "none":
             raise UserError(
                 f"{folder} holds an earlier run; choose another --run.name, or go on with --checkpoint.resume auto"
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise UserError(f"another run is writing to {folder}; choose another --run.name") from None
+        except OSError as error:
+            raise UserError(f"run.dir: {folder} cannot be written: {error}") from None
     mesh.barrier()
-    return folder
+    return folder, lock
 
 
 def fill_micro_batch(config: Config, mesh: Mesh) -> Config:
@@ -192,4 +202,4 @@ def resume(trainer: Trainer) -> None:
         if not path.is_dir():
             raise UserError(f"checkpoint.resume = {wish!r} is neither none, auto, nor the folder of a checkpoint")
     if path is not None:
-        trainer.resume(path)
+        trainer.resume(path, weights_only=trainer.config.checkpoint.weights_only)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -27,7 +28,13 @@ if TYPE_CHECKING:
 
 PROGRAM = "femto"
 HELP = ("-h", "--help")
-ANOTHER_RANK_LEFT = ("Connection closed by peer", "Connection reset by peer", "Socket Timeout", "Broken pipe")
+ANOTHER_RANK_LEFT = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Socket Timeout",
+    "Broken pipe",
+)
 
 
 @attrs.frozen
@@ -133,6 +140,8 @@ def train_run(config: Config, plugins: Plugins) -> None:
 
     init_process_group(pick_device())
     trainer: Trainer = build_trainer(config, plugins)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: setattr(trainer, "stop_requested", True))
     trainer.train()
     trainer.close()
     trainer.mesh.barrier()

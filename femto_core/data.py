@@ -32,13 +32,17 @@ class Dataset(Protocol):
     def tokenizer_path(self) -> Path:
         """Directory of the tokenizer that wrote the rows."""
 
+    @property
+    def fingerprint(self) -> str:
+        """What tells these rows from others: a run resumes only on the rows it was trained on."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
 
 
 class Collator(Protocol):
-    """Turns samples of the dataset into one micro-batch."""
+    """Turns samples of the dataset into one micro-batch, whose row i is sample i."""
 
     def __call__(self, samples: Sequence[Any]) -> Batch: ...
 
@@ -117,13 +121,26 @@ def _epoch_order(rows: int, seed: int) -> tuple[int, ...]:
 
 
 class DistributedDataLoader:
-    """Gives each step its micro-batches; its whole state is the number of the next step."""
+    """Gives each step its micro-batches; its whole state is the number of the next step.
+
+    `prefetch` is how many micro-batches each of the `workers` has ready. Neither it, nor the number of workers, nor
+    pinning changes what a step gets. Whether workers persist from one epoch to the next is not asked: the iterator
+    never ends, so they live until `close`.
+    """
 
     def __init__(
-        self, dataset: Dataset, sampler: DistributedSampler, collator: Collator, *, workers: int, pin_memory: bool
+        self,
+        dataset: Dataset,
+        sampler: DistributedSampler,
+        collator: Collator,
+        *,
+        workers: int,
+        pin_memory: bool,
+        prefetch: int = 2,
     ) -> None:
         self.sampler = sampler
         self._dataset, self._collator, self._workers, self._pin = dataset, collator, workers, pin_memory
+        self._prefetch = prefetch
         self._step = 0
         self._iterator: Iterator[Batch] = iter(())
         self._started = False
@@ -156,6 +173,7 @@ class DistributedDataLoader:
             batch_sampler=_Endless(self.sampler, self._step),
             collate_fn=functools.partial(_collate, self._collator),
             num_workers=self._workers,
+            prefetch_factor=self._prefetch if self._workers else None,
             pin_memory=self._pin,
             generator=torch.Generator().manual_seed(self.sampler.seed),
         )

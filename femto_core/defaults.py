@@ -1,4 +1,4 @@
-"""The kernel's own answer to every seat but the dataset's, as a plugin that is asked last.
+"""The kernel's own answer to every seat but the dataset's and the checkpointer's, as a plugin that is asked last.
 
 Imports are inside the functions because `femto plugins` and `--help` load this file and must not wait for torch.
 """
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from femto_core.checkpoint import Checkpointer
     from femto_core.config import Config
     from femto_core.data import Collator
     from femto_core.loss import Loss
@@ -109,10 +108,3 @@ def femto_loss() -> Loss:
     from femto_core.loss import CrossEntropy
 
     return CrossEntropy()
-
-
-@hookimpl
-def femto_checkpointer(mesh: Mesh) -> Checkpointer:
-    from femto_core.checkpoint import RankFiles
-
-    return RankFiles(mesh)

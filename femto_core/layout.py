@@ -70,8 +70,16 @@ class ParamLayout:
         inside = boxes_of_range(self.box.sizes, *self.flat)
         return [Box(tuple(a + b for a, b in zip(self.box.offsets, i.offsets, strict=True)), i.sizes) for i in inside]
 
+    def replica(self, mesh: Mesh) -> tuple[int, int]:
+        """Return this rank's number among those that hold this same part, and how many there are."""
+        number, count = 0, 1
+        for axis in sorted(self.replicated):
+            number = number * mesh.size(axis) + mesh.coordinate(axis)
+            count *= mesh.size(axis)
+        return number, count
+
     def counts_on(self, mesh: Mesh) -> bool:
-        """Tell whether this rank is the one that speaks for its part: among its replicas, the first of every axis."""
+        """Tell whether this rank is the one that speaks for its part: the first of its replicas."""
         return self.primary and all(mesh.coordinate(axis) == 0 for axis in self.replicated)
 
 

@@ -83,6 +83,9 @@ class Stage:
         self.module = copy.deepcopy(full.module)
         self.body = self.module.model
         self.body.layers = LayerRange({i: self.body.layers[i] for i in layers})
+        if getattr(full.config, "layer_types", None):  # transformers' forward numbers them from the stage's first layer
+            self.body.config = copy.copy(self.body.config)
+            self.body.config.layer_types = [full.config.layer_types[i] for i in layers]
         if not self.first:
             self.body.embed_tokens = nn.Identity()
         if not self.last:
@@ -181,9 +184,13 @@ def build_model(section: ModelSection, seed: int) -> FullModel:
     """
     config = _load_config(section) if section.path else _make_config(section)
     config.use_cache = False
-    with torch.device("meta"):
-        make: Any = AutoModelForCausalLM.from_config
-        module = make(config, attn_implementation=section.attention, dtype=torch.float32)
+    make: Any = AutoModelForCausalLM.from_config
+    try:
+        with torch.device("meta"):
+            module = make(config, attn_implementation=section.attention, dtype=torch.float32)
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"transformers cannot build a causal language model of {section.path}: {reason}") from None
     body = getattr(module, "model", None)
     missing = [part for part in ANATOMY if not hasattr(body, part)]
     if missing or not isinstance(getattr(module, "lm_head", None), nn.Linear):

@@ -28,6 +28,7 @@ GROUP = "femto.plugins"
 BUILT_IN = {
     "defaults": "femto_core.defaults",
     "data": "femto_data.plugin",
+    "checkpoint": "femto_checkpoint.plugin",
     "logs": "femto_report.logs:Logs",
     "sanity": "femto_report.sanity:SanityReport",
     "samples": "femto_report.samples:Samples",

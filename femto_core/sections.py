@@ -104,7 +104,9 @@ class DataSection:
     global_batch: int = attrs.field(default=16, validator=positive)
     """Rows of one optimizer step over all ranks and accumulation steps."""
     workers: int = attrs.field(default=0, validator=not_negative)
-    """Loader processes of each rank; 0: read in the training process."""
+    """Loader processes of each rank; 0: read in the training process. They live as long as the run does."""
+    prefetch: int = attrs.field(default=2, validator=positive)
+    """Micro-batches that each loader process has ready ahead of the step; no meaning without workers."""
     remainder: Literal["drop", "pad"] = "drop"
     """Rows at an epoch's end that fill no global batch: leave them out, or fill up with rows that carry no loss."""
     shuffle: bool = True
@@ -167,6 +169,16 @@ class CheckpointSection:
     """Steps between checkpoints (one more at the end); 0: none."""
     resume: str = "none"
     """none; auto: the run's newest complete checkpoint if there is one; or the path of a checkpoint."""
+    weights_only: bool = False
+    """Take over only the weights of checkpoint.resume: a new run from its first step, with a new optimizer."""
+    keep: int = attrs.field(default=3, validator=not_negative)
+    """Newest checkpoints to keep; 0: all."""
+    keep_every: int = attrs.field(default=0, validator=not_negative)
+    """Keep those of every so many steps for good; 0: none."""
+    wait: bool = False
+    """Stop training while a checkpoint is written, instead of writing a copy beside it."""
+    timeout: float = attrs.field(default=1800.0, validator=positive)
+    """Seconds that rank 0 waits for the other ranks' shares of a checkpoint."""
 
 
 @attrs.frozen(kw_only=True)

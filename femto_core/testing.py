@@ -89,6 +89,10 @@ class RandomRows:
     seed: int
     tokenizer_path: Path = Path("none")
 
+    @property
+    def fingerprint(self) -> str:
+        return f"random {self.seed}"
+
     def __len__(self) -> int:
         return self.task.rows
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import attrs
 import torch
+from filelock import BaseFileLock
+from transformers import PretrainedConfig
 
 from femto_core.batch import Batch
 from femto_core.checkpoint import Checkpointer, RunState, Stateful
@@ -35,6 +37,8 @@ class Trainer:
     mesh: Mesh
     hooks: Hooks
     run_dir: Path
+    lock: BaseFileLock
+    """Held on rank 0 as long as the run writes to its folder."""
     stage: Stage
     schedule: Schedule
     collator: Collator
@@ -52,11 +56,15 @@ class Trainer:
     meter: Meter
     plugin_versions: dict[str, str]
     plugin_parts: dict[str, Stateful]
+    model_config: PretrainedConfig
+    stop_requested: bool = False
+    """Set (by a signal) on any rank, every rank stops after the step under way, having saved where it saves at all."""
     step: int = 0
     """Steps done so far."""
     skipped: int = 0
     """Of these, how many left the weights untouched."""
     tokens_seen: int = 0
+    _stopping: bool = attrs.field(default=False, init=False)
 
     def train(self) -> None:
         """Train up to `train.steps`, or `train.stop_after`; evaluate, save and report on the way."""
@@ -64,13 +72,14 @@ class Trainer:
         end = min(section.steps, section.stop_after or section.steps)
         self.hooks.train_begin(self)
         try:
-            while self.step < end:
+            while self.step < end and not self._stopping:
                 self.hooks.step_begin(self.step + 1)
                 info = self.train_step()
                 if self.mesh.rank == 0:
                     self.hooks.log(info.step, self._metrics(info))
-                self._now_and_then(is_last=self.step == end)
+                self._now_and_then(is_last=self.step == end or self._stopping)
                 self.hooks.step_end(info)
+            self.checkpointer.wait()
         finally:
             self.hooks.train_end(self)
 
@@ -85,7 +94,7 @@ class Trainer:
         self.grad_sync.sync_gradients()
         self.sharding.reduce_grads()
         self.precision.copy_grads_to_master(self.groups)
-        loss_sum, norm = self._reduce_numbers(loss)
+        loss_sum, norm, self._stopping = self._reduce_numbers(loss)
         lr = self.config.optim.lr * self.lr_schedule(self.step)
         count = int(tokens)
         skip = not math.isfinite(norm) or count == 0
@@ -127,22 +136,43 @@ class Trainer:
         """Save a checkpoint of the current step."""
         self.checkpointer.save(self.run_dir / "checkpoints", self.step, self.run_state())
 
-    def resume(self, path: Path) -> None:
-        """Go on from the checkpoint at `path`."""
-        self.checkpointer.load(path, self.run_state())
+    def resume(self, path: Path, *, weights_only: bool) -> None:
+        """Go on from the checkpoint at `path`, or only take over its weights."""
+        self.checkpointer.load(path, self.run_state(), weights_only=weights_only)
         self.precision.sync_weights(self.groups)
         self.sharding.gather_weights()
 
     def run_state(self) -> RunState:
         """Return everything that a checkpoint holds."""
-        parts: dict[str, Stateful] = {"trainer": _Counters(self), "loader": self.loader, "grad_sync": self.grad_sync}
-        return RunState(groups=self.groups, optimizer=self.optimizer, parts={**parts, **self.plugin_parts})
+        parts: dict[str, Stateful] = {"trainer": Counters(self), "loader": self.loader, "grad_sync": self.grad_sync}
+        sampler = self.loader.sampler
+        return RunState(
+            groups=self.groups,
+            optimizer=self.optimizer,
+            parts={**parts, **self.plugin_parts},
+            rank_parts={"rng": RandomGenerators(self.mesh.device)},
+            identity={
+                "data": self.dataset.fingerprint,
+                "data.rows": sampler.rows,
+                "data.seq_len": self.config.data.seq_len,
+                "data.global_batch": sampler.global_batch,
+                "data.remainder": sampler.remainder,
+                "data.shuffle": sampler.shuffle,
+                "train.seed": sampler.seed,
+                "model.vocab_size": self.model_config.vocab_size,
+            },
+            plugins=self.plugin_versions,
+            config=self.config.to_dict(),
+            model_config=self.model_config,
+            tokenizer_path=self.dataset.tokenizer_path,
+        )
 
     def close(self) -> None:
         """Undo everything that was attached to the stage; end loader processes."""
         self.loader.close()
         self.grad_sync.close()
         self.sharding.close()
+        self.lock.release()
 
     def _now_and_then(self, *, is_last: bool) -> None:
         every = self.config.eval.every
@@ -156,13 +186,14 @@ class Trainer:
     def _count(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         return torch.tensor(sum(batch.valid for batch in micro_batches), device=self.mesh.device)
 
-    def _reduce_numbers(self, loss: torch.Tensor) -> tuple[float, float]:
-        """Return the global loss sum and gradient norm, equal on every rank: one collective and one wait."""
+    def _reduce_numbers(self, loss: torch.Tensor) -> tuple[float, float, bool]:
+        """Return loss sum, gradient norm and whether to stop, equal on every rank: one collective and one wait."""
         speaks = all(self.mesh.coordinate(axis.name) == 0 for axis in self.mesh.axes if axis.name != DP)
         mine = loss.double() if speaks else torch.zeros_like(loss, dtype=torch.float64)
-        numbers = torch.stack([mine, grad_norm_squared(self.groups, self.mesh)])
-        loss_sum, squared = self.mesh.sum_world(numbers).tolist()
-        return loss_sum, math.sqrt(squared) if squared >= 0 else math.nan
+        stop = torch.tensor(float(self.stop_requested), dtype=torch.float64, device=self.mesh.device)
+        numbers = torch.stack([mine, grad_norm_squared(self.groups, self.mesh), stop])
+        loss_sum, squared, stops = self.mesh.sum_world(numbers).tolist()
+        return loss_sum, math.sqrt(squared) if squared >= 0 else math.nan, stops > 0
 
     def _metrics(self, info: StepInfo) -> dict[str, float]:
         metrics = {
@@ -186,22 +217,33 @@ class Trainer:
         )
 
 
-class _Counters:
-    """The trainer's own numbers and the random generators of its rank, as one part of a checkpoint."""
+class Counters:
+    """The trainer's own numbers, as a part of a checkpoint."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
-    def state_dict(self) -> dict[str, Any]:
-        t = self._trainer
-        state = {"step": t.step, "skipped": t.skipped, "tokens_seen": t.tokens_seen, "rng": torch.get_rng_state()}
-        if t.mesh.device.type == "cuda":
-            state["cuda_rng"] = torch.cuda.get_rng_state(t.mesh.device)
+    def state_dict(self) -> dict[str, int]:
+        return {name: getattr(self._trainer, name) for name in ("step", "skipped", "tokens_seen")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self._trainer, name, value)
+
+
+class RandomGenerators:
+    """torch's random generators of one rank, as a part of a checkpoint."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        state = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._device)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        t = self._trainer
-        t.step, t.skipped, t.tokens_seen = state["step"], state["skipped"], state["tokens_seen"]
-        torch.set_rng_state(state["rng"])
-        if t.mesh.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"], t.mesh.device)
+        torch.set_rng_state(state["cpu"])
+        if self._device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self._device)

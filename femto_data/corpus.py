@@ -12,7 +12,7 @@ from femto_data.config import PreprocessConfig
 from femto_data.preprocess import preprocess
 
 _VERSION = (
-    1  # raised whenever the choice of files or the way they are cut changes, so that no old cache is taken for new
+    2  # raised whenever the choice of files or the way they are cut changes, so that no old cache is taken for new
 )
 _MOST_BYTES = 12 * 2**20  # keeps the first run short on Pythons with a larger library
 # Tests repeat themselves, the tables of encodings are numbers, and site-packages is not the standard library.

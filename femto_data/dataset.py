@@ -2,7 +2,9 @@
 
 A dataset directory holds `train.safetensors`, perhaps `held_out.safetensors`, `tokenizer/` and `manifest.json`. Each
 safetensors file has one tensor, `rows` [n, seq_len + 1]: row i is `stream[i * seq_len : i * seq_len + seq_len + 1]` of
-the concatenated token stream, so neighbours share one token and every token after the first is some row's target.
+the concatenated token stream, so neighbours share one token and every token after the first is some row's target. Its
+header carries `id`, a digest of the rows, which the manifest repeats: so a file and a manifest that do not belong
+together are told apart without reading a row.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from femto_core.errors import UserError
+from femto_data.manifest import RowsFile, check_belongs
 
 if TYPE_CHECKING:  # transformers takes seconds to load, and a loader worker that opens a dataset has no use for it
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = "femto-rows-1"
+FORMAT = "femto-rows-2"
+_DIGEST_SIZE = 16  # bytes
 _DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "I32": np.dtype("<i4")}
 
 
@@ -68,6 +72,7 @@ class RowWriter:
             "tokenizer": tokenizer_fingerprint,
             "eos_id": str(eos_id),
         }
+        self._digest = _digest(self._metadata)
         self._pending: npt.NDArray[np.int64] = np.empty(0, np.int64)  # the tokens from the next row's start on
         # The header holds the number of rows, known only at the end. safetensors lets it end in spaces, so room for the
         # longest one is left at the start and no row is ever copied.
@@ -89,7 +94,9 @@ class RowWriter:
         rows = max(0, (len(stream) - 1) // self.seq_len)
         if rows:
             windows = np.lib.stride_tricks.sliding_window_view(stream, self.seq_len + 1)[:: self.seq_len][:rows]
-            self._stream.write(windows.astype(_DTYPES[self._dtype]).tobytes())  # [rows, seq_len + 1]
+            data = windows.astype(_DTYPES[self._dtype]).tobytes()  # [rows, seq_len + 1]
+            self._stream.write(data)
+            self._digest.update(data)
             self.rows += rows
         self._pending = stream[rows * self.seq_len :].copy()
 
@@ -97,7 +104,13 @@ class RowWriter:
         shape = [rows, self.seq_len + 1]
         end = shape[0] * shape[1] * _DTYPES[self._dtype].itemsize
         tensor = {"dtype": self._dtype, "shape": shape, "data_offsets": [0, end]}
-        return json.dumps({"__metadata__": self._metadata, "rows": tensor}, separators=(",", ":")).encode()
+        metadata = self._metadata | {"id": self._digest.hexdigest()}
+        return json.dumps({"__metadata__": metadata, "rows": tensor}, separators=(",", ":")).encode()
+
+    def record(self) -> RowsFile:
+        """Return what the manifest says of the finished file."""
+        size = self.file.stat().st_size
+        return RowsFile(name=self.file.name, rows=self.rows, bytes=size, id=self._digest.hexdigest())
 
     def __enter__(self) -> RowWriter:
         return self
@@ -125,7 +138,11 @@ class PackedDataset(Dataset[Tensor]):
     """
 
     def __init__(self, file: Path) -> None:
-        """Open `file`. Raises UserError for one that is missing, foreign, cut short or without rows."""
+        """Open `file`. Raises UserError for one that is missing, foreign, cut short, stale or without rows.
+
+        Stale is a file whose size or `id` is not what the manifest beside it recorded. Neither it nor any other check
+        here reads the rows; `check_rows` does.
+        """
         self.file = Path(file)
         header, start = _read_header(self.file)
         try:
@@ -136,6 +153,7 @@ class PackedDataset(Dataset[Tensor]):
             self.vocab_size = int(metadata["vocab_size"])
             self.tokenizer_fingerprint = str(metadata["tokenizer"])
             self.eos_id = int(metadata["eos_id"])
+            self.id = str(metadata["id"])
             dtype = _DTYPES[tensor["dtype"]]
             self._length, width = (int(size) for size in tensor["shape"])
             if self.seq_len < 1 or width != self.seq_len + 1:
@@ -152,7 +170,10 @@ class PackedDataset(Dataset[Tensor]):
             )
         if not self._length:
             raise UserError(f"{self.file} holds no rows; preprocess more text or take a smaller seq_len")
+        check_belongs(self.file, identity=self.id, tokenizer=self.tokenizer_fingerprint)
+        self._metadata = {name: value for name, value in metadata.items() if name != "id"}
         self.tokenizer_path = self.file.parent / "tokenizer"
+        self.fingerprint = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()[:16]
         self._rows = np.memmap(self.file, dtype, mode="r", offset=start, shape=(self._length, width))
 
     def __len__(self) -> int:
@@ -165,8 +186,25 @@ class PackedDataset(Dataset[Tensor]):
             raise IndexError(f"row {index} of {self.file}, which has rows 0 to {self._length - 1}")
         return torch.from_numpy(self._rows[index].astype(np.int64))
 
+    def check_rows(self) -> None:
+        """Read all rows. Raises UserError where they are not the ones that were written."""
+        digest = _digest(self._metadata)
+        step = max(1, 2**22 // (self.seq_len + 1))
+        for start in range(0, self._length, step):
+            digest.update(self._rows[start : start + step].tobytes())
+        if digest.hexdigest() != self.id:
+            raise UserError(
+                f"{self.file} is damaged: its rows have digest {digest.hexdigest()}, and {self.id} was written; copy "
+                f"it again or run `femto preprocess` again"
+            )
+
     def __reduce__(self) -> tuple[type[PackedDataset], tuple[Path]]:
         return (PackedDataset, (self.file,))
+
+
+def _digest(metadata: dict[str, str]) -> hashlib.blake2b:
+    """Return the digest that the rows are to follow; it begins with what else the header says of them."""
+    return hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode(), digest_size=_DIGEST_SIZE)
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:

@@ -1,102 +1,119 @@
-"""Documents out of files, directories and Hugging Face datasets: one string after another, in order.
+"""Documents out of files, one after another, in pieces small enough to hold.
 
 Local files are read here rather than by the datasets library, so that what is wrong with one is told by file and line.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import gzip
+import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import IO, NamedTuple
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from femto_core.errors import UserError
-from femto_data.config import PreprocessConfig
+from femto_data.sources import JSON_LINES
 
-_JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
-_TEXT = (".txt", ".md", ".py")
-
-
-def find_sources(config: PreprocessConfig) -> list[Path | str]:
-    """Return the files to read, a directory's own sorted by path, and names of Hugging Face datasets, as strings."""
-    sources: list[Path | str] = []
-    for name in config.input:
-        path = Path(name)
-        if path.is_dir():
-            try:
-                found = sorted(file for file in path.glob(config.glob) if file.is_file())
-            except (ValueError, NotImplementedError) as error:
-                raise UserError(f"glob {config.glob!r} is no pattern for files below a directory: {error}") from error
-            if not found:
-                raise UserError(
-                    f"directory {name} has no file that matches {config.glob!r}; give another pattern with --glob"
-                )
-            sources += found
-        elif path.is_file():
-            if not path.name.lower().endswith((*_JSON_LINES, ".parquet", *_TEXT)):
-                raise UserError(
-                    f"{name} is in a format that is not read; {', '.join((*_JSON_LINES, '.parquet', *_TEXT))} are, and "
-                    f"any plain text inside a directory, through --glob"
-                )
-            sources.append(path)
-        elif name.lower().endswith((*_JSON_LINES, ".parquet", *_TEXT)) or not re.fullmatch(
-            r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?", name
-        ):
-            raise UserError(f"input {name} does not exist; check its spelling")
-        else:
-            sources.append(name)
-    return sources
+LONGEST = 2**20  # characters of a document that are tokenised at once
+_BLOCK = 2**20  # bytes of a plain text file that are read at once
 
 
-def read_documents(sources: list[Path | str], text_key: str, cache: Path) -> datasets.Dataset:
-    """Return the documents of all sources in order, one column `text`, on disk under `cache`."""
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
 
-    def documents() -> Iterator[dict[str, str]]:
-        found = False
-        for source in sources:
-            for text in _read(source, text_key):
-                found = True
-                yield {"text": text}
-        if not found:
-            raise UserError(f"{', '.join(map(str, sources[:3]))} holds no document; give input with text in it")
-
-    # large_string: a batch of documents may pass the 2 GiB that string's offsets reach.
-    features = datasets.Features({"text": datasets.Value("large_string")})
-    try:
-        return datasets.Dataset.from_generator(
-            documents, features=features, cache_dir=str(cache), writer_batch_size=256
-        )
-    except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        raise
+    source: int
+    """Number of the input it came from."""
+    document: int
+    """Number of the document among all, empty ones included."""
+    text: str
+    first: bool
+    last: bool
 
 
-def _read(source: Path | str, text_key: str) -> Iterator[str]:
-    if isinstance(source, str):
-        return _read_hub(source, text_key)
-    name = source.name.lower()
-    if name.endswith(_JSON_LINES):
-        return _read_json_lines(source, text_key)
-    return _read_parquet(source, text_key) if name.endswith(".parquet") else _read_text(source)
+def read_pieces(files: Sequence[Sequence[Path]], text_key: str) -> Iterator[Piece]:
+    """Yield the documents of all inputs' `files` in order, in bounded memory but for a single JSON line.
+
+    A document of more than 2^20 characters comes in pieces cut behind the end of a line, or before a space where there
+    is no line that long: places at which the usual splitting into words cuts too, so that byte-level tokens stay the
+    same. (A tokenizer that treats the beginning of a text specially does so at the beginning of each piece.)
+    """
+    number = 0
+    for source, of_source in enumerate(files):
+        for file in of_source:
+            for chunks in _read(file, text_key):
+                first = True
+                for text, last in cut(chunks):
+                    yield Piece(source, number, text, first, last)
+                    first = False
+                number += 1
+
+
+def cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the document that `chunks` are in order as pieces of at most `LONGEST` characters, the last one marked.
+
+    White space at the beginning is kept together with what follows, so that only a blank document is a blank piece.
+    """
+    rest, blank = "", True
+    for chunk in chunks:
+        text, start = rest + chunk, 0
+        blank = blank and (not text or text.isspace())
+        while len(text) - start > LONGEST and not blank:
+            end = _place_to_cut(text, start, start + LONGEST)
+            yield text[start:end], False
+            start = end
+        rest = text[start:]
+    yield rest, True
+
+
+def _place_to_cut(text: str, start: int, limit: int) -> int:
+    """Return where a piece that begins at `start` ends: `limit`, or a place shortly before it that is in no word."""
+    for mark, offset in (("\n", 1), (" ", 0)):
+        place = text.rfind(mark, start + 1, limit - 1)
+        while place > max(start, limit - LONGEST // 2):
+            if not text[place - 1].isspace() and not text[place + 1].isspace():
+                return place + offset
+            place = text.rfind(mark, start + 1, place)
+    return limit
+
+
+def _read(file: Path, text_key: str) -> Iterator[Iterable[str]]:
+    name = file.name.lower()
+    if name.endswith(JSON_LINES):
+        return ((text,) for text in _read_json_lines(file, text_key))
+    if name.endswith(".parquet"):
+        return ((text,) for text in _read_parquet(file, text_key))
+    return iter([_read_text(file)])
+
+
+@contextlib.contextmanager
+def _open(file: Path) -> Iterator[IO[bytes]]:
+    suffix = file.suffix.lower()
+    if suffix == ".zst":
+        with pa.input_stream(str(file), compression="zstd") as raw, io.BufferedReader(raw, 2**18) as stream:
+            yield stream
+    else:
+        with gzip.open(file, "rb") if suffix == ".gz" else file.open("rb") as stream:
+            yield stream  # type: ignore[misc]
 
 
 def _read_json_lines(file: Path, text_key: str) -> Iterator[str]:
     """Yield the text of every line's object; a blank line is skipped, anything else that is no object is refused."""
     try:
-        with gzip.open(file, "rb") if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+        with _open(file) as stream:
             for number, line in enumerate(stream, 1):
                 where = f"{file}, line {number}"
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                     if text.strip():
-                        yield _text_of(json.loads(text), text_key, where)
+                        yield text_of(json.loads(text), text_key, where)
                 except UnicodeDecodeError as error:
                     raise UserError(
                         f"{where}: byte {error.start + 1} is not valid UTF-8; mend or remove the line"
@@ -120,37 +137,31 @@ def _read_parquet(file: Path, text_key: str) -> Iterator[str]:
             for batch in table.iter_batches(batch_size=256, columns=[text_key]):
                 for value in batch.column(0).to_pylist():
                     number += 1
-                    yield _text_of({text_key: value}, text_key, f"{file}, row {number}")
+                    yield text_of({text_key: value}, text_key, f"{file}, row {number}")
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file} cannot be read as Parquet ({error}); copy it again") from error
 
 
 def _read_text(file: Path) -> Iterator[str]:
     """Yield the whole file, its line endings untouched; a byte order mark is not text."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    lines = 1
     try:
-        yield file.read_bytes().decode("utf-8-sig")
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                text = decoder.decode(block)
+                lines += text.count("\n")
+                yield text
+            decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
+        line = lines + error.object[: error.start].count(b"\n")
         raise UserError(f"{file}, line {line}: not valid UTF-8; mend the file or leave it out") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}); make it readable or leave it out") from error
 
 
-def _read_hub(name: str, text_key: str) -> Iterator[str]:
-    """Yield the documents of a Hugging Face dataset as they arrive, so that the user's cache does not fill."""
-    path, _, subset = name.partition(":")
-    try:
-        rows = datasets.load_dataset(path, subset or None, split="train", streaming=True)
-        for number, row in enumerate(rows, 1):
-            yield _text_of(row, text_key, f"{name}, row {number}")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"input {name} is neither a file nor a directory, and the Hugging Face dataset of that name cannot be "
-            f"reached or read ({' '.join(str(error).split())}); check the spelling and the network"
-        ) from error
-
-
-def _text_of(row: object, text_key: str, where: str) -> str:
+def text_of(row: object, text_key: str, where: str) -> str:
+    """Return the text of `row` under `text_key`. Raises UserError, beginning with `where`, for anything else."""
     if not isinstance(row, dict):
         raise UserError(
             f"{where}: holds a {type(row).__name__}, not a JSON object; every line must hold one JSON object"

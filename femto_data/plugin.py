@@ -1,4 +1,4 @@
-"""The built-in data plugin: the dataset seat for prepared rows, and `femto preprocess`."""
+"""The built-in data plugin: the dataset seat for prepared rows, `femto preprocess` and `femto data-inspect`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ STANDARD_LIBRARY_VOCAB = 2048
 @hookimpl
 def femto_commands(registry: CommandRegistry) -> None:
     registry.add("preprocess", "turn text into a dataset", preprocess_command)
+    registry.add("data-inspect", "show a dataset's counts, and rows as text", inspect_command)
 
 
 @hookimpl
@@ -73,6 +74,7 @@ class NoRows:
 
     vocab_size = 0
     tokenizer_path = Path()
+    fingerprint = "none"
 
     def __len__(self) -> int:
         return 0
@@ -87,10 +89,28 @@ def preprocess_command(words: Sequence[str]) -> int:
 
     from femto_data.config import PreprocessConfig
 
-    config = tyro.cli(
-        PreprocessConfig, args=list(words), prog="femto preprocess", description=preprocess_command.__doc__
-    )
+    config = tyro.cli(PreprocessConfig, args=list(words), prog="femto preprocess", description=PreprocessConfig.__doc__)
     from femto_data.preprocess import preprocess
 
     print(json.dumps(attrs.asdict(preprocess(config)), indent=2))
+    return 0
+
+
+def inspect_command(words: Sequence[str]) -> int:
+    """Show what a dataset holds."""
+    import tyro
+
+    from femto_data.config import InspectConfig
+
+    config = tyro.cli(
+        InspectConfig,
+        args=list(words),
+        prog="femto data-inspect",
+        description=InspectConfig.__doc__,
+        config=(tyro.conf.PositionalRequiredArgs,),
+    )
+    from femto_data.inspection import inspect
+
+    for line in inspect(config):
+        print(line)
     return 0

@@ -1,12 +1,15 @@
-"""What all tests share: one pool of workers for the whole session, and a model with dropout."""
+"""What all tests share: a pool of workers for the whole session, a world of one rank, a model with dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from femto_core.hookspecs import hookimpl
+from femto_core.mesh import init_process_group
 from femto_core.model import FullModel
 from femto_core.testing import RandomTask, WorkerPool
 
@@ -17,6 +20,19 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool(4)
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process alone, as without torchrun."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    random_state, threads = torch.get_rng_state(), torch.get_num_threads()
+    init_process_group(torch.device("cpu"))
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+    torch.set_rng_state(random_state)
 
 
 class DropoutTask(RandomTask):

@@ -132,7 +132,7 @@ class Place:
 
 def speakers(layout: ParamLayout) -> list[tuple[int, int, int]]:
     """Ranks of a 2 x 2 x 2 mesh that speak for the layout's part."""
-    ranks = itertools.product(range(2), repeat=3)
+    ranks = itertools.product(range(2), range(2), range(2))
     mesh = [(r, cast(Mesh, Place(dict(zip(("pp", "dp", "tp"), r, strict=True))))) for r in ranks]
     return [rank for rank, place in mesh if layout.counts_on(place)]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from femto_core import mesh as meshes
 from femto_core.errors import UserError
-from femto_core.mesh import Axis, Mesh, init_process_group, pick_device
+from femto_core.mesh import Axis, Mesh, pick_device
 from femto_core.testing import WorkerPool
 
 CPU = torch.device("cpu")
@@ -123,15 +123,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike(
     assert all(word in answers[0] for word in words), answers[0]
 
 
-@pytest.fixture
-def lonely_world(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    yield init_process_group(CPU)
-    dist.destroy_process_group()
-
-
-def test_without_torchrun_the_world_is_one_rank_and_every_call_works(lonely_world: None) -> None:
+def test_without_torchrun_the_world_is_one_rank_and_every_call_works(world_of_one: None) -> None:
     mesh = Mesh([], CPU)
     assert (mesh.rank, mesh.world_size, str(mesh)) == (0, 1, "dp 1")
     value = torch.tensor([3.0])

@@ -1,0 +1,59 @@
+"""Weights of inputs: how often each document is written, so that each input gets its share of the training tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+
+from femto_core.errors import UserError
+
+
+def check_weights(weights: Sequence[float], inputs: Sequence[str]) -> None:
+    """Refuse weights that are not one positive number for each input."""
+    if weights and len(weights) != len(inputs):
+        raise UserError(f"{len(weights)} weights for {len(inputs)} inputs; give one for each, in the same order")
+    for weight, name in zip(weights, inputs, strict=False):
+        if not (math.isfinite(weight) and weight > 0):
+            raise UserError(f"weight {weight} of {name} must be above 0; leave out an input that shall have no share")
+
+
+def ratios(weights: Sequence[float], tokens: Sequence[int], names: Sequence[str]) -> list[float]:
+    """Return how often each input of `tokens` training tokens is read, on average, for shares of `weights`.
+
+    All together keep the tokens that they have without weights. No weights: everything once.
+    """
+    if not weights:
+        return [1.0] * len(tokens)
+    for count, name in zip(tokens, names, strict=True):
+        if not count:
+            raise UserError(f"input {name} has no training tokens to give a weight; leave it out")
+    whole, total = sum(weights), sum(tokens)
+    return [weight / whole * total / count for weight, count in zip(weights, tokens, strict=True)]
+
+
+@attrs.define
+class Mixture:
+    """Decides document after document: each input's tokens taken stay as near as they can to its ratio of those seen.
+
+    So documents taken or left out are spread evenly over the input, and its total is off by half a document at most.
+    """
+
+    ratios: Sequence[float]
+    _seen: list[int] = attrs.field(init=False)
+    _taken: list[int] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._seen = [0] * len(self.ratios)
+        self._taken = [0] * len(self.ratios)
+
+    def copies(self, source: int, tokens: int) -> int:
+        """Return how many times to write the next document of `source`, of which `tokens` > 0 are known already."""
+        due = self.ratios[source] * (self._seen[source] + tokens) - self._taken[source]
+        return max(0, math.floor(due / tokens + 0.5))
+
+    def count(self, source: int, tokens: int, copies: int) -> None:
+        """Take note of `tokens` of the current document, written `copies` times."""
+        self._seen[source] += tokens
+        self._taken[source] += copies * tokens

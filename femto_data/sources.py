@@ -1,0 +1,128 @@
+"""What is read: the files behind each input, and digests of their contents that tell one state of them from another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import attrs
+
+from femto_core.errors import UserError
+from femto_data.config import PreprocessConfig
+
+JSON_LINES = tuple(kind + packed for packed in ("", ".gz", ".zst") for kind in (".jsonl", ".ndjson", ".json"))
+TEXT = (".txt", ".md", ".py")
+_KNOWN = (*JSON_LINES, ".parquet", *TEXT)
+_HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?"
+
+
+@attrs.frozen
+class SourceFile:
+    """A file as it was when its digest was taken."""
+
+    path: Path
+    size: int
+    modified: int
+    """In nanoseconds."""
+    sha256: str
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if the file has been written to since."""
+        try:
+            now = self.path.stat()
+        except OSError as error:
+            raise UserError(f"{self.path} went away while it was read ({error.strerror}); run it again") from error
+        if (now.st_size, now.st_mtime_ns) != (self.size, self.modified):
+            raise UserError(f"{self.path} was changed while it was read; run it again when nothing writes to it")
+
+
+@attrs.frozen
+class Source:
+    """One of the inputs: its files, or a Hugging Face dataset (then `revision` is set) whose copy is a file."""
+
+    name: str
+    files: tuple[Path, ...]
+    is_hub: bool = False
+
+
+def find_sources(config: PreprocessConfig) -> list[Source]:
+    """Return what `config.input` names, in order; a directory's files are sorted by path.
+
+    An earlier output and what a killed run left beside it are never among them.
+    """
+    return [_find(name, config) for name in config.input]
+
+
+def _find(name: str, config: PreprocessConfig) -> Source:
+    path = Path(name)
+    if path.is_dir():
+        return Source(name, _files_below(path, config))
+    if path.is_file():
+        if not path.name.lower().endswith(_KNOWN):
+            raise UserError(
+                f"{name} is in a format that is not read; {', '.join(_KNOWN)} are, and any plain text inside a "
+                f"directory, through --glob"
+            )
+        return Source(name, (path,))
+    if name.lower().endswith(_KNOWN) or not re.fullmatch(_HUB_NAME, name):
+        raise UserError(f"input {name} does not exist; check its spelling")
+    return Source(name, (), is_hub=True)
+
+
+def _files_below(directory: Path, config: PreprocessConfig) -> tuple[Path, ...]:
+    output = Path(config.output).resolve()
+
+    def is_ours(file: Path) -> bool:
+        inside = file.resolve()
+        return any(
+            parent.parent == output.parent
+            and (parent.name == output.name or parent.name.startswith(f".{output.name}."))
+            for parent in inside.parents
+        )
+
+    try:
+        found = sorted(file for file in directory.glob(config.glob) if file.is_file() and not is_ours(file))
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(f"glob {config.glob!r} is no pattern for files below a directory: {error}") from error
+    if not found:
+        raise UserError(
+            f"directory {directory} has no file that matches {config.glob!r}; give another pattern with --glob"
+        )
+    return tuple(found)
+
+
+def digest_files(files: Sequence[Path], workers: int) -> list[SourceFile]:
+    """Return each file with the SHA-256 of its contents, `workers` files at a time."""
+    with ThreadPoolExecutor(workers) as threads:  # hashing and reading let other threads run
+        return list(threads.map(_digest, files))
+
+
+def _digest(path: Path) -> SourceFile:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as stream:
+            before = os.fstat(stream.fileno())
+            while block := stream.read(2**20):
+                digest.update(block)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable or leave it out") from error
+    return SourceFile(path, before.st_size, before.st_mtime_ns, digest.hexdigest())
+
+
+def digest_of_digests(files: Sequence[SourceFile]) -> str:
+    """Return one SHA-256 for all of `files` in their order, whatever they are called."""
+    return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
+
+
+def write_source_list(groups: Sequence[tuple[str, Sequence[SourceFile]]], file: Path) -> None:
+    """Write a JSON line for each file of each (input, files): `input`, `file`, `bytes`, `sha256`."""
+    with file.open("w", encoding="utf-8") as stream:
+        for name, files in groups:
+            for one in files:
+                entry = {"input": name, "file": str(one.path), "bytes": one.size, "sha256": one.sha256}
+                stream.write(json.dumps(entry) + "\n")
