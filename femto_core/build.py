@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
 from femto_core import mesh as meshes
+from femto_core.checkpoint import Stateful
 from femto_core.config import Config
 from femto_core.data import Dataset, DistributedDataLoader, DistributedSampler
 from femto_core.errors import UserError
@@ -20,10 +22,11 @@ from femto_core.mesh import DP, Mesh
 from femto_core.metrics import Meter, flops_per_token, known_peak_tflops
 from femto_core.plugins import Plugins
 from femto_core.precision import ParamGroup
-from femto_core.trainer import Trainer
+from femto_core.trainer import KERNEL_PARTS, Trainer
 from femto_core.weights import WeightSource
 
 LARGEST_DEFAULT_MICRO_BATCH = 8
+LOCK_S = 8.0  # the loader processes of a run that was killed hold its lock until they notice, within 5 s
 
 
 def build_trainer(config: Config, plugins: Plugins) -> Trainer:
@@ -89,7 +92,7 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
         meter=meter,
         plugin_versions=plugins.versions,
         model_config=model.config,
-        plugin_parts=dict(hooks.checkpoint_state()),
+        plugin_parts=collect_parts(hooks.checkpoint_state()),
     )
     resume(trainer)
     return trainer
@@ -134,20 +137,30 @@ def make_run_dir(config: Config, mesh: Mesh) -> tuple[Path, BaseFileLock]:
     name: str = mesh.from_first(config.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
     folder = Path(config.run.dir) / name
     lock = FileLock(folder / ".lock")
+    problem = ""
     if mesh.rank == 0:
-        if (folder / "metrics.jsonl").exists() and config.checkpoint.resume == "none":
-            raise UserError(
+        earlier = (folder / "metrics.jsonl").exists() or any(folder.glob("checkpoints/step-*"))
+        if earlier and config.checkpoint.resume == "none":
+            problem = (
                 f"{folder} holds an earlier run; choose another --run.name, or go on with --checkpoint.resume auto"
             )
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire(blocking=False)
-        except Timeout:
-            raise UserError(f"another run is writing to {folder}; choose another --run.name") from None
-        except OSError as error:
-            raise UserError(f"run.dir: {folder} cannot be written: {error}") from None
-    mesh.barrier()
+        else:
+            problem = _take(folder, lock)
+    if problem := mesh.from_first(problem):
+        raise UserError(problem)
     return folder, lock
+
+
+def _take(folder: Path, lock: BaseFileLock) -> str:
+    """Create `folder` and lock it; return what is wrong, if anything."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=LOCK_S)
+    except Timeout:
+        return f"another run is writing to {folder}; choose another --run.name"
+    except OSError as error:
+        return f"run.dir: {folder} cannot be written: {error}"
+    return ""
 
 
 def fill_micro_batch(config: Config, mesh: Mesh) -> Config:
@@ -192,14 +205,28 @@ def make_sampler(config: Config, mesh: Mesh, rows: int) -> DistributedSampler:
 
 def resume(trainer: Trainer) -> None:
     """Load the checkpoint that `checkpoint.resume` names, if any."""
-    wish = trainer.config.checkpoint.resume
-    if wish == "none":
+    section = trainer.config.checkpoint
+    if section.resume == "none":
+        if section.weights_only:
+            raise UserError("checkpoint.weights_only needs the checkpoint to take them from: --checkpoint.resume PATH")
         return
-    if wish == "auto":
-        path = trainer.checkpointer.latest(trainer.run_dir / "checkpoints")
+    if section.resume == "auto":
+        # One rank looks, lest another's view of a shared disk be older.
+        path = trainer.mesh.from_first(trainer.checkpointer.latest(trainer.run_dir / "checkpoints"))
     else:
-        path = Path(wish)
+        path = Path(section.resume)
         if not path.is_dir():
-            raise UserError(f"checkpoint.resume = {wish!r} is neither none, auto, nor the folder of a checkpoint")
+            raise UserError(
+                f"checkpoint.resume = {section.resume!r} is neither none, auto, nor the folder of a checkpoint"
+            )
     if path is not None:
-        trainer.resume(path, weights_only=trainer.config.checkpoint.weights_only)
+        trainer.resume(path, weights_only=section.weights_only)
+
+
+def collect_parts(found: Sequence[tuple[str, Stateful]]) -> dict[str, Stateful]:
+    """Return plugins' named parts. Raises `UserError` where two have one name, or the kernel's."""
+    parts = dict(found)
+    names = sorted([*(name for name, _ in found), *KERNEL_PARTS])
+    if twice := [name for name, following in itertools.pairwise(names) if name == following]:
+        raise UserError(f"two plugins, or a plugin and the kernel, keep a part {twice[0]!r} in checkpoints; rename one")
+    return parts

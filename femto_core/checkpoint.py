@@ -42,13 +42,16 @@ class RunState:
 
 
 class Checkpointer(Protocol):
-    """Keeps a run's checkpoints in one folder. Every method but `latest` is called by all ranks alike."""
+    """Keeps a run's checkpoints in one folder. Every method but `close` and `latest` is called by all ranks alike."""
 
     def save(self, folder: Path, step: int, state: RunState) -> None:
         """Save `state`, as it is now, as the checkpoint of `step`; the writing itself may go on beside training."""
 
     def wait(self) -> None:
         """Return when every save has ended. Raises `UserError` where one failed."""
+
+    def close(self) -> None:
+        """Give a save under way a moment to end, asking no other rank: the run ends, perhaps on an error."""
 
     def load(self, path: Path, state: RunState, *, weights_only: bool) -> None:
         """Load `path` into `state`. Raises `UserError` where it does not fit this run, or is damaged."""

@@ -69,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _report(f"{PROGRAM}: {error}", own=False)
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:  # whoever read the output (head, less) has seen enough
+        code = 141
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - every rank must end, whatever happened

@@ -28,6 +28,9 @@ from femto_core.schedule import Schedule
 from femto_core.sharding import ShardingStrategy
 from femto_core.sync import GradientSynchronizer
 
+KERNEL_PARTS = ("trainer", "loader", "grad_sync", "rng")
+"""The parts of a checkpoint that are the kernel's own."""
+
 
 @attrs.define(kw_only=True)
 class Trainer:
@@ -77,10 +80,11 @@ class Trainer:
                 info = self.train_step()
                 if self.mesh.rank == 0:
                     self.hooks.log(info.step, self._metrics(info))
-                self._now_and_then(is_last=self.step == end or self._stopping)
+                self._now_and_then(is_last=self.step == end)
                 self.hooks.step_end(info)
             self.checkpointer.wait()
         finally:
+            self.checkpointer.close()
             self.hooks.train_end(self)
 
     def train_step(self) -> StepInfo:
@@ -175,12 +179,16 @@ class Trainer:
         self.lock.release()
 
     def _now_and_then(self, *, is_last: bool) -> None:
+        every = self.config.checkpoint.every
+        saves = every and (is_last or self._stopping or self.step % every == 0)
+        if saves and self._stopping:
+            self.save()  # first: whoever sent the signal may not wait for long
         every = self.config.eval.every
         if every and len(self.held_out) and (is_last or self.step % every == 0):
             loss = self.evaluate()
             if self.mesh.rank == 0:
                 self.hooks.log(self.step, {"held_out_loss": loss})
-        if self.config.checkpoint.every and (is_last or self.step % self.config.checkpoint.every == 0):
+        if saves and not self._stopping:
             self.save()
 
     def _count(self, micro_batches: Sequence[Batch]) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,3 +105,10 @@ def test_help_names_every_section_and_command(tmp_path: Path) -> None:
     assert top.code == 0
     for command in ("train", "plugins", "hooks", "preprocess"):
         assert command in top.out
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path) -> None:
+    command = f"{sys.executable} -u -m femto_core hooks | head -1"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "# Hooks\n"
+    assert done.stderr == ""
