@@ -60,7 +60,12 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
 
     sampler = make_sampler(config, mesh, len(dataset))
     loader = DistributedDataLoader(
-        dataset, sampler, collator, workers=config.data.workers, pin_memory=mesh.device.type == "cuda"
+        dataset,
+        sampler,
+        collator,
+        workers=config.data.workers,
+        pin_memory=mesh.device.type == "cuda",
+        prefetch=config.data.prefetch,
     )
     meter = Meter(
         flops_per_token=flops_per_token(model.config, config.data.seq_len),

@@ -104,8 +104,12 @@ class DistributedSampler:
     def global_rows(self, step: int) -> list[int]:
         """Return the indices of all rows of `step` (from 0), over all ranks."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order = _epoch_order(self.rows, self.seed + epoch) if self.shuffle else range(self.rows)
-        rows = list(order[place * self.global_batch : (place + 1) * self.global_batch])
+        start = place * self.global_batch
+        stop = min(start + self.global_batch, self.rows)
+        if self.shuffle:
+            rows: list[int] = _epoch_order(self.rows, self.seed + epoch)[start:stop].tolist()
+        else:
+            rows = list(range(start, stop))
         return rows + [PAD] * (self.global_batch - len(rows))
 
     def micro_batches(self, step: int) -> list[list[int]]:
@@ -116,8 +120,8 @@ class DistributedSampler:
 
 
 @functools.lru_cache(maxsize=2)
-def _epoch_order(rows: int, seed: int) -> tuple[int, ...]:
-    return tuple(torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist())
+def _epoch_order(rows: int, seed: int) -> torch.Tensor:
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
 
 
 class DistributedDataLoader:

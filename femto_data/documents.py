@@ -41,9 +41,9 @@ class Piece(NamedTuple):
 def read_pieces(files: Sequence[Sequence[Path]], text_key: str) -> Iterator[Piece]:
     """Yield the documents of all inputs' `files` in order, in bounded memory but for a single JSON line.
 
-    A document of more than 2^20 characters comes in pieces cut behind the end of a line, or before a space where there
-    is no line that long: places at which the usual splitting into words cuts too, so that byte-level tokens stay the
-    same. (A tokenizer that treats the beginning of a text specially does so at the beginning of each piece.)
+    A document of more than 2^20 characters comes in pieces of at least half that, cut behind the end of a line, or
+    before a space where no line ends: places at which the usual splitting into words cuts too, so that byte-level
+    tokens stay the same. (Not so where there is neither, nor with a tokenizer that treats a text's start specially.)
     """
     number = 0
     for source, of_source in enumerate(files):

@@ -14,10 +14,11 @@ from femto_data.tokenizer import load_tokenizer
 
 _END = "[end of document]"
 _COUNTS = ("documents", "empty_documents", "tokens", "train_tokens", "held_out_tokens", "rows_train", "rows_held_out")
+_SOURCES = 12  # so many are shown; a shell's pattern may have named hundreds
 _MORE = ("dropped_tokens", "seq_len", "vocab_size", "tokenizer")
 
 
-def inspect(config: InspectConfig) -> Iterator[str]:
+def describe(config: InspectConfig) -> Iterator[str]:
     """Yield the lines to show. Raises UserError for a damaged dataset, an absent split or an absent row."""
     directory = Path(config.directory)
     manifest = read_manifest(directory)
@@ -50,7 +51,7 @@ def inspect(config: InspectConfig) -> Iterator[str]:
 def _counts(manifest: dict[str, Any]) -> Iterator[str]:
     for name in (*_COUNTS, *_MORE):
         yield f"{name.replace('_', ' '):<16} {manifest[name]}"
-    for source in manifest["sources"]:
+    for source in manifest["sources"][:_SOURCES]:
         weight = "" if source["weight"] is None else f"weight {source['weight']:.4g}, "
         share = source["train_tokens"] / max(1, manifest["train_tokens"])
         yield (
@@ -58,6 +59,8 @@ def _counts(manifest: dict[str, Any]) -> Iterator[str]:
             f"{source['tokens']} tokens; in training {source['train_documents']} documents, "
             f"{source['train_tokens']} tokens, {share:.1%}"
         )
+    if len(manifest["sources"]) > _SOURCES:
+        yield f"and {len(manifest['sources']) - _SOURCES} more sources, in manifest.json"
 
 
 def _documents(ids: list[int], eos_id: int) -> Iterator[tuple[list[int], bool]]:

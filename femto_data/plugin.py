@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,7 +90,12 @@ def preprocess_command(words: Sequence[str]) -> int:
 
     from femto_data.config import PreprocessConfig
 
-    config = tyro.cli(PreprocessConfig, args=list(words), prog="femto preprocess", description=PreprocessConfig.__doc__)
+    config = tyro.cli(
+        PreprocessConfig,
+        args=list(words),
+        prog="femto preprocess",
+        description=inspect.cleandoc(PreprocessConfig.__doc__ or ""),
+    )
     from femto_data.preprocess import preprocess
 
     print(json.dumps(attrs.asdict(preprocess(config)), indent=2))
@@ -106,11 +112,11 @@ def inspect_command(words: Sequence[str]) -> int:
         InspectConfig,
         args=list(words),
         prog="femto data-inspect",
-        description=InspectConfig.__doc__,
+        description=inspect.cleandoc(InspectConfig.__doc__ or ""),
         config=(tyro.conf.PositionalRequiredArgs,),
     )
-    from femto_data.inspection import inspect
+    from femto_data.inspection import describe
 
-    for line in inspect(config):
+    for line in describe(config):
         print(line)
     return 0

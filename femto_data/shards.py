@@ -42,12 +42,14 @@ class Shard:
     @property
     def begins(self) -> npt.NDArray[np.bool_]:
         """Whether each piece is its document's first [pieces]."""
-        return np.bitwise_and(self.flags, _FIRST) != 0
+        begins: npt.NDArray[np.bool_] = self.flags & _FIRST > 0
+        return begins
 
     @property
     def empty(self) -> npt.NDArray[np.bool_]:
         """Whether each piece is an empty document [pieces]."""
-        return (self.flags == _FIRST | _LAST) & (self.lengths == 0)
+        empty: npt.NDArray[np.bool_] = (self.flags == _FIRST | _LAST) & (self.lengths == 0)
+        return empty
 
     @property
     def documents(self) -> npt.NDArray[np.int64]:

@@ -329,7 +329,15 @@ except SystemExit as end:
 
 @pytest.mark.parametrize(
     "words",
-    [["plugins"], ["plugins", "--json"], ["train", "--help"], ["--help"], ["hooks"], ["preprocess", "--help"]],
+    [
+        ["plugins"],
+        ["plugins", "--json"],
+        ["train", "--help"],
+        ["--help"],
+        ["hooks"],
+        ["preprocess", "--help"],
+        ["data-inspect", "--help"],
+    ],
     ids=" ".join,
 )
 def test_commands_that_only_talk_load_no_heavy_library(words: list[str], tmp_path: Path) -> None:

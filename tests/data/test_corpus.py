@@ -14,7 +14,8 @@ from femto_data import corpus
 from femto_data.config import PreprocessConfig
 from femto_data.corpus import standard_library_dataset, standard_library_sources
 from femto_data.dataset import PackedDataset
-from femto_data.preprocess import Manifest, preprocess
+from femto_data.manifest import Manifest
+from femto_data.preprocess import preprocess
 
 ROOT = Path(sysconfig.get_paths()["stdlib"])
 
@@ -70,7 +71,9 @@ def test_calls_at_once_make_it_once(small: Path, monkeypatch: pytest.MonkeyPatch
     assert calls == [1]
 
 
-def test_a_failure_leaves_no_directory_and_the_next_call_makes_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_no_directory_and_the_next_call_makes_it(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rename = os.replace
 
     def killed(old: Path, new: Path) -> None:
@@ -82,8 +85,9 @@ def test_a_failure_leaves_no_directory_and_the_next_call_makes_it(small: Path, m
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             standard_library_dataset(small, seq_len=16, vocab_size=300)
-    assert [path.suffix for path in small.iterdir()] == [".lock"]
+    assert not [path for path in small.iterdir() if not path.name.startswith(".") and path.suffix != ".lock"]
     assert (standard_library_dataset(small, seq_len=16, vocab_size=300) / "manifest.json").exists()
+    assert not [path for path in small.iterdir() if path.name.startswith(".")]
 
 
 def test_the_sources_are_sorted_modules_and_no_tests() -> None:

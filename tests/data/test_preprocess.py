@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,72 +22,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from femto_core.errors import UserError
-from femto_data.config import PreprocessConfig
 from femto_data.dataset import PackedDataset, tokenizer_fingerprint
-from femto_data.preprocess import Manifest, preprocess
-
-TEXTS = ["The cat sat.\n", "Ωmega \r\n tail ", "日本語 🙂", "x" * 300, "a<|endoftext|>b", "\n\nlast"] * 4
-
-
-def run(tmp_path: Path, *inputs: Path | str, **changes: Any) -> Manifest:
-    settings: dict[str, Any] = {"seq_len": 8, "vocab_size": 300, "output": str(tmp_path / "out")}
-    return preprocess(PreprocessConfig(input=tuple(map(str, inputs)), **(settings | changes)), quiet=True)
-
-
-def refusal(tmp_path: Path, *inputs: Path | str, **changes: Any) -> str:
-    """The words of the refusal, which leaves nothing behind."""
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with pytest.raises(UserError) as caught:
-        run(tmp_path, *inputs, **changes)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    text = str(caught.value)
-    assert "\n" not in text
-    assert not text.endswith(".")
-    return text
-
-
-def jsonl(file: Path, *lines: bytes | str | dict[str, object]) -> Path:
-    parts = [json.dumps(line).encode() if isinstance(line, dict) else line for line in lines]
-    file.write_bytes(b"\n".join(part.encode() if isinstance(part, str) else part for part in parts))
-    return file
-
-
-def texts(file: Path, *documents: str) -> Path:
-    return jsonl(file, *(json.dumps({"text": document}) for document in documents))
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    files = (file for file in sorted(directory.rglob("*")) if file.is_file())
-    return {str(file.relative_to(directory)): file.read_bytes() for file in files}
-
-
-def stream(directory: Path, documents: list[str]) -> list[int]:
-    """The token stream worked out one document at a time from the tokenizer's own pieces."""
-    tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer")
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True
-    ids: list[int] = []
-    for document in documents:
-        if document.strip():
-            ids += [*backend.encode(document, add_special_tokens=False).ids, tokenizer.eos_token_id]
-    return ids
-
-
-def rows(directory: Path, name: str = "train") -> list[list[int]]:
-    dataset = PackedDataset(directory / f"{name}.safetensors")
-    return [dataset[i].tolist() for i in range(len(dataset))]
-
-
-def decoded(directory: Path, name: str = "train") -> str:
-    """The text of rows of seq_len 1, without the stream's last token."""
-    text = AutoTokenizer.from_pretrained(directory / "tokenizer").decode([row[0] for row in rows(directory, name)])
-    assert isinstance(text, str)
-    return text
-
-
-def sliced(ids: list[int], seq_len: int) -> list[list[int]]:
-    return [ids[i : i + seq_len + 1] for i in range(0, len(ids) - seq_len, seq_len)]
+from tests.data.making import TEXTS, contents, decoded, jsonl, refusal, rows, run, sliced, stream, texts
 
 
 @pytest.fixture
@@ -145,9 +81,10 @@ def test_the_manifest_and_the_rows_name_the_same_tokenizer(tmp_path: Path, sourc
     assert json.loads((tmp_path / "out/manifest.json").read_text()) == json.loads(json.dumps(attrs.asdict(manifest)))
     fingerprint = tokenizer_fingerprint(AutoTokenizer.from_pretrained(dataset.tokenizer_path))
     assert manifest.tokenizer == dataset.tokenizer_fingerprint == fingerprint
-    assert manifest.sources == (str(source),)
+    assert [one.name for one in manifest.sources] == [str(source)]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "manifest.json",
+        "sources.jsonl",
         "tokenizer",
         "train.safetensors",
     ]
@@ -199,10 +136,20 @@ def test_the_trained_tokenizer_has_the_size_asked_for_and_learned_merges(trained
 # Formats --------------------------------------------------------------------------------------------------------------
 
 
+def zstd(data: bytes) -> bytes:
+    """One Zstandard frame."""
+    packed = pa.compress(data, codec="zstd", asbytes=True)
+    assert isinstance(packed, bytes)
+    return packed
+
+
 def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     documents = [text for text in TEXTS if text.strip()]
     plain = texts(tmp_path / "docs.jsonl", *documents)
     (tmp_path / "docs.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    half = plain.read_bytes().rindex(b"\n", 0, 900) + 1
+    frames = [zstd(plain.read_bytes()[:half]), zstd(plain.read_bytes()[half:])]
+    (tmp_path / "docs.jsonl.zst").write_bytes(b"".join(frames))
     pq.write_table(pa.table({"other": range(len(documents)), "text": documents}), tmp_path / "docs.parquet")
     folder = tmp_path / "folder"
     (folder / "deep").mkdir(parents=True)
@@ -212,10 +159,17 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     assert sorted(ordered) == sorted(documents)
     again = texts(tmp_path / "again.ndjson", *ordered)
     made = {}
-    for source in (plain, tmp_path / "docs.jsonl.gz", tmp_path / "docs.parquet", folder, again):
+    for source in (
+        plain,
+        tmp_path / "docs.jsonl.gz",
+        tmp_path / "docs.jsonl.zst",
+        tmp_path / "docs.parquet",
+        folder,
+        again,
+    ):
         run(tmp_path, source, output=str(tmp_path / "out"))
         made[source.name] = rows(tmp_path / "out")
-    assert made["docs.jsonl"] == made["docs.jsonl.gz"] == made["docs.parquet"]
+    assert made["docs.jsonl"] == made["docs.jsonl.gz"] == made["docs.jsonl.zst"] == made["docs.parquet"]
     assert made["folder"] == made["again.ndjson"]
 
 
@@ -282,11 +236,11 @@ def test_another_text_key(tmp_path: Path) -> None:
         ('{"text": "\\ud800"}', "'text' holds half of a surrogate pair"),
     ],
 )
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 def test_a_bad_line_is_refused_by_file_and_line(tmp_path: Path, name: str, line: bytes | str, words: str) -> None:
     file = jsonl(tmp_path / name, {"text": "good"}, "", line, {"text": "good"})
-    if name.endswith(".gz"):
-        file.write_bytes(gzip.compress(file.read_bytes()))
+    if not name.endswith(".jsonl"):
+        file.write_bytes({".gz": gzip.compress, ".zst": zstd}[file.suffix](file.read_bytes()))
     text = refusal(tmp_path, file)
     assert text.startswith(f"{file}, line 3: ")
     assert words in text
@@ -305,6 +259,13 @@ def test_a_bad_line_far_into_the_second_file_is_refused_before_anything_is_writt
 def test_a_damaged_gzip_file_is_refused(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(spoil(gzip.compress(b'{"text": "some text"}\n' * 50)))
+    assert refusal(tmp_path, file).startswith(f"{file} cannot be read to its end (")
+
+
+@pytest.mark.parametrize("spoil", [lambda data: data[:-9], lambda data: b"plain", lambda data: data[:20] + b"\0" * 9])
+def test_a_damaged_zstandard_file_is_refused(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
+    file = tmp_path / "a.jsonl.zst"
+    file.write_bytes(spoil(zstd(b"".join(b'{"text": "some text %d"}\n' % i for i in range(500)))))
     assert refusal(tmp_path, file).startswith(f"{file} cannot be read to its end (")
 
 
@@ -371,25 +332,59 @@ def test_too_few_tokens_for_one_row_are_refused_and_just_enough_are_not(tmp_path
 # Hugging Face datasets ------------------------------------------------------------------------------------------------
 
 
-def test_a_hugging_face_dataset_is_streamed_by_name_and_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+class Hub:
+    """Hugging Face's side: one dataset, whatever its name, at a commit."""
 
-    def load(path: str, name: str | None, *, split: str, streaming: bool) -> Iterator[dict[str, str]]:
-        asked.append((path, name, split, streaming))
-        return iter([{"text": "one document"}, {"text": "another document"}])
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        self.texts = ["one document", "another document"]
+        self.sha = "c0ffee"
+        monkeypatch.setattr(datasets, "load_dataset", self.load)
+        monkeypatch.setattr(huggingface_hub, "dataset_info", self.info)
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert run(tmp_path, "someone/things:small", "things").documents == 4
-    assert asked == [("someone/things", "small", "train", True), ("things", None, "train", True)]
+    def info(self, path: str) -> Hub:
+        return self
+
+    def load(
+        self, path: str, name: str | None, *, split: str, streaming: bool, revision: str
+    ) -> Iterator[dict[str, str]]:
+        self.asked.append((path, name, split, streaming, revision))
+        return iter([{"text": text} for text in self.texts])
 
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    return Hub(monkeypatch)
+
+
+def test_a_hugging_face_dataset_is_streamed_once_by_name_config_and_commit(tmp_path: Path, hub: Hub) -> None:
+    manifest = run(tmp_path, "someone/things:small", "things")
+    assert manifest.documents == 4
+    assert hub.asked == [
+        ("someone/things", "small", "train", True, "c0ffee"),
+        ("things", None, "train", True, "c0ffee"),
+    ]
+    assert [(one.name, one.revision) for one in manifest.sources] == [
+        ("someone/things:small", "c0ffee"),
+        ("things", "c0ffee"),
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_bad_row_of_a_hugging_face_dataset_is_refused_by_its_number(tmp_path: Path, hub: Hub) -> None:
+    hub.texts.append(None)  # type: ignore[arg-type]
+    assert refusal(tmp_path, "things").startswith("things, row 3: 'text' holds null, not text")
+
+
+@pytest.mark.parametrize("call", ["info", "load"])
 def test_a_hugging_face_dataset_that_cannot_be_reached_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def load(*_: object, **__: object) -> None:
+    def lost(*_: object, **__: object) -> None:
         raise ConnectionError("Couldn't reach\nthe hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    module, name = {"info": (huggingface_hub, "dataset_info"), "load": (datasets, "load_dataset")}[call]
+    monkeypatch.setattr(module, name, lost)
     assert refusal(tmp_path, "someone/things") == (
         "input someone/things is neither a file nor a directory, and the Hugging Face dataset of that name cannot be "
         "reached or read (Couldn't reach the hub); check the spelling and the network"
@@ -448,6 +443,9 @@ def test_a_tokenizer_that_is_not_there_or_damaged_is_refused(tmp_path: Path, sou
         ({"held_out": float("nan")}, "held_out = nan is no share"),
         ({"vocab_size": 256}, "vocab_size = 256 is too small for a byte-level tokenizer; 257"),
         ({"output": ""}, "output is empty; name the directory to write"),
+        ({"weights": (0.5, 0.5)}, "2 weights for 1 inputs; give one for each, in the same order"),
+        ({"weights": (0.0,)}, "weight 0.0 of "),
+        ({"weights": (float("nan"),)}, "weight nan of "),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused(
@@ -518,15 +516,11 @@ def test_a_dataset_inside_its_own_input_directory_does_not_read_itself(tmp_path:
     assert run(tmp_path, tmp_path, seq_len=2) == first
 
 
-def test_the_home_directory_is_left_alone_and_progress_bars_come_back(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_written_but_the_output(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "home-cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-    was = datasets.is_progress_bar_enabled()
     run(tmp_path, source, workers=2)
-    assert not cache.exists()
-    assert datasets.is_progress_bar_enabled() == was
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docs.jsonl", "out"]
 
 
 def test_the_settings_load_no_heavy_library() -> None:
