@@ -107,7 +107,7 @@ class DistributedSampler:
         start = place * self.global_batch
         stop = min(start + self.global_batch, self.rows)
         if self.shuffle:
-            rows: list[int] = _epoch_order(self.rows, self.seed + epoch)[start:stop].tolist()
+            rows = memoryview(_epoch_order(self.rows, self.seed + epoch)).cast("q")[start:stop].tolist()
         else:
             rows = list(range(start, stop))
         return rows + [PAD] * (self.global_batch - len(rows))
@@ -120,8 +120,9 @@ class DistributedSampler:
 
 
 @functools.lru_cache(maxsize=2)
-def _epoch_order(rows: int, seed: int) -> torch.Tensor:
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+def _epoch_order(rows: int, seed: int) -> bytes:
+    """Return a permutation as int64: eight bytes a row, where a list would take five times that."""
+    return bytes(torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).numpy().tobytes())
 
 
 class DistributedDataLoader:

@@ -30,7 +30,7 @@ def test_a_run_leaves_all_that_it_promises(dataset: Path, tmp_path: Path) -> Non
     assert {s["step"] for s in samples} == {0, 4}
     assert "training ends after step 4" in (run / "logs" / "rank-0.log").read_text()
     assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == ["step-2", "step-4"]
-    assert (run / "checkpoints" / "latest").read_text().strip() == "step-4"
+    assert (run / "checkpoints" / "latest").read_text().split()[-1] == "step-4"
     assert json.loads((run / "trace-rank-0.json").read_text())["traceEvents"]
     again = make_config(Config, read_toml(run / "config.toml"), {})
     assert again.data.path == str(dataset)
