@@ -16,9 +16,11 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from femto_core.errors import UserError
 
+c10d: Any = dist  # torch's stubs leave out the stores
 DP = "dp"
 DP_ORDER = 50
 
@@ -63,11 +65,24 @@ def init_process_group(device: torch.device, timeout_s: float = 1800.0) -> None:
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
+    rank, world_size = 0, 1
+    store: Any
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        if local_world_size() == world_size:
+            # On one machine torchrun keeps its store over a restart, with the addresses of the dead in it.
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = c10d.PrefixStore(f"restart-{restarts}", store)
     else:
-        store: Any = getattr(dist, "HashStore")()  # noqa: B009 - torch's stubs do not know it
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        store = c10d.HashStore()
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 class Mesh:
