@@ -17,7 +17,7 @@ test: $(VENV)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(wildcard femto_* plugins/*/femto_* tests examples benchmarks)
+	$(BIN)/mypy $(filter-out %.egg-info,$(wildcard femto_* plugins/*/femto_*)) tests examples benchmarks
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks

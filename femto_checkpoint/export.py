@@ -12,14 +12,14 @@ import attrs
 import torch
 from safetensors import safe_open
 
-from femto_checkpoint.files import write_json, write_safetensors
-from femto_checkpoint.index import Checkpoint
-from femto_checkpoint.snapshot import MASTER
+from femto_checkpoint.files import sync, write_json, write_safetensors
+from femto_checkpoint.index import MASTER, Checkpoint
+from femto_checkpoint.writer import MODEL
 from femto_core.errors import UserError
-from femto_core.layout import Box
 from femto_core.sections import positive
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SPECIAL = ("bos", "eos", "pad")
 
 
 @attrs.frozen(kw_only=True)
@@ -35,25 +35,43 @@ class ExportConfig:
 
 
 def export(path: Path, config: ExportConfig) -> list[str]:
-    """Export the checkpoint at `path` (a step-N folder, or a run's folder, whose newest is taken); return the files.
+    """Export the checkpoint at `path` (a step-N folder); return the names of the weight files.
 
-    Raises `UserError` where the checkpoint is damaged or the output is not empty. The output appears whole or not at all.
+    Raises `UserError` where the checkpoint is damaged, the output is not empty, or it cannot be written. The output
+    appears whole or not at all.
     """
     checkpoint = Checkpoint(path)
-    names = sorted(name for name in checkpoint.index.tensors if name.startswith(f"{MASTER}/"))
-    checkpoint.verify(file for name in names for file in checkpoint.files_for(name, [_whole(checkpoint, name)]))
-    output = Path(config.output)
+    keys = [f"{MASTER}/{name}" for name in checkpoint.parameters]
+    files = {file for key in keys for file in checkpoint.files_for(key, [checkpoint.whole(key)])}
+    checkpoint.verify([*files, *(name for name in checkpoint.index.files if name.startswith(f"{MODEL}/"))])
+    output = Path(config.output).resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists and is not empty; choose another --output")
+        raise UserError(f"{config.output} exists and is not empty; choose another --output")
+    if output.is_relative_to(path.resolve()):
+        raise UserError(f"{config.output} lies inside the checkpoint {path}; choose another --output")
     partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(path / "model", partial)  # the transformers config and the tokenizer
-    dtype = TORCH_DTYPES[config.dtype]
-    shapes = {name.partition("/")[2]: checkpoint.index.tensors[name].shape for name in names}
-    shards = _plan(shapes, int(config.shard_gib * 2**30), dtype.itemsize)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shards = _write(checkpoint, partial, config)
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+        sync(output.parent)
+    except OSError as error:
+        raise UserError(f"{config.output} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return list(shards)
+
+
+def _write(checkpoint: Checkpoint, folder: Path, config: ExportConfig) -> dict[str, list[str]]:
+    shutil.copytree(checkpoint.path / MODEL, folder)  # the transformers config and the tokenizer
+    dtype = EXPORT_DTYPES[config.dtype]
+    shapes = {name: checkpoint.index.tensors[f"{MASTER}/{name}"].shape for name in checkpoint.parameters}
+    shards = plan_shards(shapes, int(config.shard_gib * 2**30), dtype.itemsize)
     for file, shard in shards.items():
         write_safetensors(
-            partial / file,
+            folder / file,
             {name: shapes[name] for name in shard},
             dict.fromkeys(shard, dtype),
             lambda name: _value(checkpoint, name, dtype),
@@ -62,16 +80,15 @@ def export(path: Path, config: ExportConfig) -> list[str]:
     if len(shards) > 1:
         total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
         where = {name: file for file, shard in shards.items() for name in shard}
-        write_json(partial / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
-    _write_configs(partial, config.dtype)
-    _compare(partial, shards, checkpoint, dtype)
-    if output.exists():
-        output.rmdir()
-    partial.rename(output)
-    return list(shards)
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+    _write_configs(folder, config.dtype)
+    _compare(folder, shards, checkpoint, dtype)
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+    return shards
 
 
-def _plan(shapes: dict[str, tuple[int, ...]], most_bytes: int, itemsize: int) -> dict[str, list[str]]:
+def plan_shards(shapes: dict[str, tuple[int, ...]], most_bytes: int, itemsize: int) -> dict[str, list[str]]:
     """Deal the tensors out to files of at most `most_bytes` (or one tensor), in order."""
     groups: list[list[str]] = [[]]
     size = 0
@@ -89,12 +106,11 @@ def _plan(shapes: dict[str, tuple[int, ...]], most_bytes: int, itemsize: int) ->
 
 def _value(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
     key = f"{MASTER}/{name}"
-    return checkpoint.read(key, _whole(checkpoint, key)).to(dtype)
-
-
-def _whole(checkpoint: Checkpoint, key: str) -> Box:
-    shape = checkpoint.index.tensors[key].shape
-    return Box((0,) * len(shape), shape)
+    values = checkpoint.read(key, checkpoint.whole(key))
+    converted = values.to(dtype)
+    if not torch.equal(values.isfinite(), converted.isfinite()):
+        raise UserError(f"{name} has values too large for {dtype}; export it as bfloat16 or float32")
+    return converted
 
 
 def _write_configs(folder: Path, dtype: str) -> None:
@@ -102,10 +118,26 @@ def _write_configs(folder: Path, dtype: str) -> None:
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config |= {"dtype": dtype, "use_cache": True}  # training keeps no cache, whoever generates wants one
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    special = {
-        key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
-    }
-    (folder / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n", encoding="utf-8")
+    tokens: dict[str, Any] = _special_tokens(folder)
+    tokens |= {key: config[key] for kind in SPECIAL if config.get(key := f"{kind}_token_id") is not None}
+    (folder / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
+
+
+def _special_tokens(folder: Path) -> dict[str, int]:
+    """Return the ids of the special tokens that the tokenizer's own files name: where generation stops, above all."""
+    try:
+        names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        ids = {token["content"]: token["id"] for token in added}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    found = {}
+    for kind in SPECIAL:
+        name = names.get(f"{kind}_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        if name in ids:
+            found[f"{kind}_token_id"] = ids[name]
+    return found
 
 
 def _compare(folder: Path, shards: dict[str, list[str]], checkpoint: Checkpoint, dtype: torch.dtype) -> None:
@@ -113,5 +145,10 @@ def _compare(folder: Path, shards: dict[str, list[str]], checkpoint: Checkpoint,
     for file, shard in shards.items():
         with safe_open(folder / file, framework="pt") as written:
             for name in shard:
-                if not torch.equal(written.get_tensor(name), _value(checkpoint, name, dtype)):
+                found, meant = written.get_tensor(name), _value(checkpoint, name, dtype)
+                if not torch.equal(_raw(found), _raw(meant)):
                     raise OSError(f"{folder / file}: {name} does not read back as it was written")
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)  # bytes: NaN is not equal to itself

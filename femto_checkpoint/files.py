@@ -18,8 +18,12 @@ DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -74,18 +78,23 @@ def checksum_of(path: Path) -> dict[str, int]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` under another name first, so that `path` is complete or absent; its bytes are on disk on return."""
+    """Write `value` as JSON; see `write_text`."""
+    write_text(path, json.dumps(value))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` under another name first, so that `path` is complete or absent; its bytes are on disk on return."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
 
 
-def sync_folder(folder: Path) -> None:
-    """Have a folder's list of names on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have a file's bytes on disk, or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,16 +1,9 @@
-"""The index of a checkpoint: which box of which global tensor lies in which file.
-
-A checkpoint is a folder `step-N`: a file of tensors and a file of parts from each rank, `model/` (the transformers
-config and the tokenizer), and `checkpoint.json`, written last. Its tensors are boxes of global tensors under full
-parameter names: `master/NAME` for the weights, `exp_avg/NAME` and the like for the optimizer. Whoever reads asks for
-boxes too, so it does not matter by which layout either side cuts them.
-
-Not torch.distributed.checkpoint: its index is a pickle, which a stranger could have made, and reading one runs code.
-"""
+"""The index of a checkpoint: which box of which global tensor lies in which file (see docs/checkpoints.md)."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,14 +11,20 @@ from typing import Any
 import attrs
 import cattrs
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from femto_checkpoint.files import checksum_of
+from femto_checkpoint.files import DTYPES, checksum_of, write_json
 from femto_core.errors import UserError
 from femto_core.layout import Box
 
 FORMAT = "femto-checkpoint-2"
 INDEX = "checkpoint.json"
+MASTER = "master"
+TORCH_DTYPES = {spelling: dtype for dtype, spelling in DTYPES.items()}
+
+
+class DamagedError(UserError):
+    """A checkpoint that is not as it was written."""
 
 
 @attrs.frozen(kw_only=True)
@@ -47,6 +46,15 @@ class SavedTensor:
 
 
 @attrs.frozen(kw_only=True)
+class Scalar:
+    """A number the optimizer keeps for a parameter as a whole."""
+
+    value: float
+    dtype: str
+    """Of a tensor, in safetensors' spelling; int, float or bool for a plain number."""
+
+
+@attrs.frozen(kw_only=True)
 class Index:
     """Everything there is to know of a checkpoint without opening its tensors."""
 
@@ -55,11 +63,12 @@ class Index:
     """The mesh that saved it."""
     identity: dict[str, Any]
     """What a run must have in common with it to go on from it: data, seed, batch."""
+    model: dict[str, Any]
+    """The transformers config of the model, as plain values."""
     plugins: dict[str, str]
     config: dict[str, Any]
     tensors: dict[str, SavedTensor]
-    scalars: dict[str, float]
-    """Numbers the optimizer keeps for each parameter, such as its count of steps."""
+    scalars: dict[str, Scalar]
     files: dict[str, dict[str, int]]
     """Bytes and CRC-32 of each file."""
     format: str = FORMAT
@@ -71,56 +80,105 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         """Read the index. Raises `UserError` where `path` is no complete checkpoint of this format."""
         self.path = path
-        try:
-            raw = json.loads((path / INDEX).read_text(encoding="utf-8"))
-            found = raw.get("format") if isinstance(raw, dict) else None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is not a complete femto checkpoint: {error}") from None
-        if found != FORMAT:
-            raise UserError(f"{path} has format {found!r}; this femto reads {FORMAT!r}")
-        try:
-            self.index = cattrs.structure(raw, Index)
-        except (cattrs.BaseValidationError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path / INDEX} is damaged: {type(error).__name__}") from None
+        self.index = read_index(path)
         self._open: dict[str, Any] = {}
 
+    @property
+    def parameters(self) -> list[str]:
+        """The full names of the model's parameters, in order."""
+        return sorted(name.partition("/")[2] for name in self.index.tensors if name.startswith(f"{MASTER}/"))
+
     def verify(self, files: Iterable[str]) -> None:
-        """Compare `files` with their checksums. Raises `UserError` naming the one that is missing, short or changed."""
+        """Compare `files` with their checksums. Raises `DamagedError` naming one that is missing, short or changed."""
         for name in sorted(set(files)):
             wanted, path = self.index.files.get(name), self.path / name
             if wanted is None:
-                raise UserError(f"{path} is not in the checkpoint's own list of files")
+                raise DamagedError(f"{path} is not in the checkpoint's own list of files")
             try:
                 found = checksum_of(path)
             except OSError as error:
-                raise UserError(f"{path} is missing or cannot be read: {error}") from None
-            if found["bytes"] != wanted["bytes"]:
-                raise UserError(f"{path} is truncated: {found['bytes']} bytes of {wanted['bytes']}")
+                raise DamagedError(f"{path} is missing or cannot be read: {error.strerror}") from None
+            if found["bytes"] < wanted["bytes"]:
+                raise DamagedError(f"{path} is truncated: {found['bytes']} bytes of {wanted['bytes']}")
             if found != wanted:
-                raise UserError(f"{path} is damaged: its checksum is not the one it was saved with")
+                raise DamagedError(f"{path} is damaged: its checksum is not the one it was saved with")
 
     def files_for(self, name: str, boxes: Iterable[Box]) -> set[str]:
-        """Return the files that hold any part of `boxes` of the tensor `name`."""
-        pieces = self.index.tensors[name].pieces
-        return {piece.file for box in boxes for piece in pieces if intersect(box, piece.box) is not None}
+        """Return the files that hold any part of `boxes` of the tensor `name`.
+
+        Raises `DamagedError` where they do not hold all of it.
+        """
+        files = set()
+        for box in boxes:
+            covered = 0
+            for piece in self.index.tensors[name].pieces:
+                common = intersect(box, piece.box)
+                if common is not None:
+                    files.add(piece.file)
+                    covered += common.numel
+            self._check_covered(name, box, covered)
+        return files
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Return the values in `box` of the tensor `name`, put together from the pieces that cover it."""
-        values: torch.Tensor | None = None
-        covered = 0
-        for piece in self.index.tensors[name].pieces:
-            common = intersect(box, piece.box)
-            if common is None:
-                continue
+        saved = self.index.tensors[name]
+        common = [(piece, part) for piece in saved.pieces if (part := intersect(box, piece.box)) is not None]
+        self._check_covered(name, box, sum(part.numel for _, part in common))
+        if len(common) == 1:
+            return self._read_piece(*common[0])
+        values = torch.empty(box.sizes, dtype=TORCH_DTYPES[saved.dtype])
+        for piece, part in common:
+            values[relative(part, box).slices()] = self._read_piece(piece, part)
+        return values
+
+    def whole(self, name: str) -> Box:
+        """Return the box of all of the tensor `name`."""
+        shape = self.index.tensors[name].shape
+        return Box((0,) * len(shape), shape)
+
+    def _read_piece(self, piece: Piece, common: Box) -> torch.Tensor:
+        try:
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(self.path / piece.file, framework="pt")
-            part = self._open[piece.file].get_slice(piece.key)[relative(common, piece.box).slices()]
-            values = torch.empty(box.sizes, dtype=part.dtype) if values is None else values
-            values[relative(common, box).slices()] = part
-            covered += common.numel
-        if values is None or covered != box.numel:
-            raise UserError(f"{self.path}: {name} is not there as a whole ({covered} of {box.numel} values)")
-        return values
+            file = self._open[piece.file]
+            if common == piece.box:  # also what has no dimension to cut
+                return file.get_tensor(piece.key)  # type: ignore[no-any-return]
+            return file.get_slice(piece.key)[relative(common, piece.box).slices()]  # type: ignore[no-any-return]
+        except SafetensorError as error:
+            raise DamagedError(f"{self.path / piece.file} cannot be read: {error}") from None
+
+    def _check_covered(self, name: str, box: Box, covered: int) -> None:
+        if covered != box.numel:
+            raise DamagedError(f"{self.path}: {name} is not there as a whole ({covered} of {box.numel} values)")
+
+
+def read_index(path: Path) -> Index:
+    """Return the index of the checkpoint at `path`. Raises `UserError` where there is none, or it was changed."""
+    try:
+        raw = json.loads((path / INDEX).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} is not a complete femto checkpoint: {INDEX}: {error.strerror}") from None
+    except ValueError as error:
+        raise DamagedError(f"{path / INDEX} is damaged: {error}") from None
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if found != FORMAT:
+        raise UserError(f"{path} has format {found!r}; this femto reads {FORMAT!r}")
+    if raw.pop("crc32", None) != _checksum(raw):
+        raise DamagedError(f"{path / INDEX} is damaged: its checksum is not the one it was saved with")
+    try:
+        return cattrs.structure(raw, Index)
+    except (cattrs.BaseValidationError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{path / INDEX} is damaged: {type(error).__name__}") from None
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write `index` with a checksum of itself: the last file of a checkpoint."""
+    raw = json.loads(json.dumps(cattrs.unstructure(index)))
+    write_json(folder / INDEX, {**raw, "crc32": _checksum(raw)})
+
+
+def _checksum(raw: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(raw, sort_keys=True).encode())
 
 
 def intersect(a: Box, b: Box) -> Box | None:

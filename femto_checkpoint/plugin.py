@@ -73,7 +73,7 @@ def find_checkpoint(command: str, words: Sequence[str]) -> tuple[Path, list[str]
     path = Path(words[0])
     if not (path / "checkpoints").is_dir():
         return path, list(words[1:])
-    from femto_checkpoint.store import latest_checkpoint
+    from femto_checkpoint.folder import latest_checkpoint
 
     newest = latest_checkpoint(path / "checkpoints")
     if newest is None:

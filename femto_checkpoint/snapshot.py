@@ -1,21 +1,27 @@
-"""What one rank contributes to a checkpoint: its boxes of the tensors, copied to the CPU at the moment of the call."""
+"""What one rank contributes to a checkpoint: its boxes of the tensors, copied to the CPU at the moment of the call.
+
+A rank's share of a parameter is a vector: what its layout owns, in that order. A master may be longer (a vocabulary
+padded for tensor parallelism, a flat shard padded to divide evenly); whatever follows the owned values is filling, is
+not saved, and is left as it is on loading.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
 
 from femto_checkpoint.files import DTYPES
-from femto_checkpoint.index import Piece, SavedTensor
+from femto_checkpoint.index import MASTER, TORCH_DTYPES, Piece, SavedTensor, Scalar
 from femto_core.checkpoint import RunState
 from femto_core.layout import Box, ParamLayout
 from femto_core.mesh import Mesh
-from femto_core.precision import ParamGroup
 
-MASTER = "master"
+PLAIN = {"bool": bool, "int": int, "float": float}
 
 
 @attrs.frozen(kw_only=True)
@@ -24,32 +30,42 @@ class Snapshot:
 
     tensors: dict[str, torch.Tensor]
     index: dict[str, SavedTensor]
-    scalars: dict[str, float]
-
-
-def optimizer_fields(state: RunState, group: ParamGroup) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the optimizer keeps for one parameter, by name."""
-    for key, value in state.optimizer.state.get(group.master, {}).items():
-        yield key, torch.as_tensor(value)
+    scalars: dict[str, Scalar]
 
 
 def take_snapshot(state: RunState, mesh: Mesh, file: str, *, copy: bool) -> Snapshot:
     """Collect this rank's share; replicas take turns, so that each writes as much. With `copy`, training may go on."""
     snapshot = Snapshot(tensors={}, index={}, scalars={})
-    for number, group in enumerate(state.groups):
+    numbers = number_fields(state)
+    for group in state.groups:
         layout = group.layout
         replica, count = layout.replica(mesh)
-        if not layout.primary or number % count != replica:
+        # Whose turn it is follows from the name: replicas may hold different lists (stages with and without a copy).
+        if not layout.primary or zlib.crc32(layout.name.encode()) % count != replica:
             continue
         _add(snapshot, f"{MASTER}/{layout.name}", group.master.detach(), layout, file, copy=copy)
-        for key, value in optimizer_fields(state, group):
-            if value.shape == group.master.shape and value.dim():
-                _add(snapshot, f"{key}/{layout.name}", value, layout, file, copy=copy)
-            elif value.numel() == 1:
-                snapshot.scalars[f"{key}/{layout.name}"] = float(value)
+        for key, value in state.optimizer.state.get(group.master, {}).items():
+            name = f"{key}/{layout.name}"
+            if isinstance(value, torch.Tensor) and value.shape == group.master.shape and key not in numbers:
+                _add(snapshot, name, value.detach(), layout, file, copy=copy)
+            elif isinstance(value, torch.Tensor) and value.numel() == 1:
+                snapshot.scalars[name] = Scalar(value=float(value), dtype=DTYPES[value.dtype])
+            elif type(value).__name__ in PLAIN:
+                snapshot.scalars[name] = Scalar(value=float(value), dtype=type(value).__name__)
             else:
-                raise TypeError(f"the optimizer keeps {key} of shape {tuple(value.shape)} for {layout.name}")
+                what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"type {type(value)}"
+                raise TypeError(f"the optimizer keeps {key} of {what} for {layout.name}: no part of it, no number")
     return snapshot
+
+
+def number_fields(state: RunState) -> set[str]:
+    """Return what the optimizer keeps once for a parameter, not for each element: for a scalar both look alike."""
+    found = {"step"}  # what torch's optimizers call it, where there are scalars only
+    for group in state.groups:
+        for key, value in state.optimizer.state.get(group.master, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() == 0 and group.master.dim():
+                found.add(key)
+    return found
 
 
 def _add(snapshot: Snapshot, name: str, value: torch.Tensor, layout: ParamLayout, file: str, *, copy: bool) -> None:
@@ -64,33 +80,58 @@ def _add(snapshot: Snapshot, name: str, value: torch.Tensor, layout: ParamLayout
 
 
 def restore(
-    state: RunState, read: Callable[[str, Box], torch.Tensor], scalars: dict[str, float], names: set[str]
+    state: RunState,
+    read: Callable[[str, Box], torch.Tensor],
+    fields: Mapping[str, set[str]],
+    scalars: Mapping[str, Scalar],
 ) -> None:
-    """Fill `state` from global tensors: weights, and whatever else is kept under `names` for each parameter."""
+    """Fill the weights, and for each parameter the optimizer's `fields`, from global tensors and `scalars`.
+
+    A parameter for which the optimizer had kept nothing yet gets no state, and begins like a new one.
+    """
+    options = {id(p): group for group in state.optimizer.param_groups for p in group["params"]}
     for group in state.groups:
-        layout, boxes = group.layout, group.layout.owned()
-
-        def whole(field: str, layout: ParamLayout = layout, boxes: list[Box] = boxes) -> torch.Tensor:
-            parts = [read(f"{field}/{layout.name}", box).reshape(-1) for box in boxes]
-            return torch.cat(parts) if parts else torch.empty(0)
-
-        master = group.master
+        layout, master = group.layout, group.master
         with torch.no_grad():
-            master.copy_(whole(MASTER).view_as(master))
-        fields: dict[str, Any] = {}
-        for field in sorted(names - {MASTER}):
+            _fill(master, f"{MASTER}/{layout.name}", layout, read)
+        if not group.trainable:
+            continue
+        kept: dict[str, Any] = {}
+        for field in sorted(fields.get(layout.name, ())):
             key = f"{field}/{layout.name}"
             if key in scalars:
-                # Fused kernels want the count of steps beside the parameter, in fp32.
-                fields[field] = torch.tensor(scalars[key], dtype=torch.float32, device=master.device)
-            elif group.trainable:
-                fields[field] = whole(field).to(master.device).view_as(master)
-        if fields and group.trainable:
-            state.optimizer.state[master] = fields
+                kept[field] = _number(scalars[key], master.device, options.get(id(master), {}))
+                continue
+            dtype = read(key, Box((0,) * len(layout.global_shape), (0,) * len(layout.global_shape))).dtype
+            kept[field] = torch.zeros_like(master, dtype=dtype, requires_grad=False)  # strides as the master's
+            _fill(kept[field], key, layout, read)
+        if kept:
+            state.optimizer.state[master] = kept
+
+
+def _fill(target: torch.Tensor, name: str, layout: ParamLayout, read: Callable[[str, Box], torch.Tensor]) -> None:
+    parts = [read(name, box).reshape(-1) for box in layout.owned()]
+    if not parts:
+        return
+    values = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if values.numel() == target.numel():
+        target.copy_(values.view(target.shape))
+        return
+    whole = target.reshape(-1).cpu()
+    whole[: values.numel()] = values
+    target.copy_(whole.view(target.shape))
+
+
+def _number(saved: Scalar, device: torch.device, options: Mapping[str, Any]) -> Any:
+    if saved.dtype in PLAIN:
+        return PLAIN[saved.dtype](saved.value)
+    # Fused kernels want the count of steps beside the parameter; the others want it on the CPU, and would wait for it.
+    beside = options.get("fused") or options.get("capturable")
+    return torch.tensor(saved.value, dtype=TORCH_DTYPES[saved.dtype], device=device if beside else "cpu")
 
 
 def merge(parts: list[dict[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Put the ranks' indices together. Raises `ValueError` where they disagree on a tensor's shape or dtype."""
+    """Put the ranks' indices together. Raises `ValueError` where they disagree, leave a gap, or overlap."""
     merged: dict[str, SavedTensor] = {}
     for part in parts:
         for name, saved in part.items():
@@ -100,4 +141,31 @@ def merge(parts: list[dict[str, SavedTensor]]) -> dict[str, SavedTensor]:
                     f"ranks disagree on {name}: {before.shape} {before.dtype}, {saved.shape} {saved.dtype}"
                 )
             merged[name] = saved if before is None else attrs.evolve(before, pieces=before.pieces + saved.pieces)
+    for name, saved in merged.items():
+        found, wanted = sum(piece.box.numel for piece in saved.pieces), math.prod(saved.shape)
+        if found != wanted:
+            raise ValueError(f"the ranks' layouts of {name} do not make up its shape: {found} values of {wanted}")
     return merged
+
+
+def merge_scalars(parts: list[dict[str, Scalar]]) -> dict[str, Scalar]:
+    """Put the ranks' numbers together. Raises `ValueError` where they disagree."""
+    merged: dict[str, Scalar] = {}
+    for part in parts:
+        for name, saved in part.items():
+            if merged.setdefault(name, saved) != saved and not math.isnan(saved.value):
+                raise ValueError(f"ranks disagree on {name}: {merged[name].value}, {saved.value}")
+    return merged
+
+
+def plain_copy(value: Any, where: str) -> Any:
+    """Copy a part's state, tensors to the CPU. Raises `TypeError` for what could not be loaded without running code."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, Mapping):
+        return {plain_copy(key, f"a key of {where}"): plain_copy(v, f"{where}[{key!r}]") for key, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain_copy(item, f"{where}[{number}]") for number, item in enumerate(value))
+    raise TypeError(f"{where} is a {type(value).__name__}; a part of a checkpoint is made of plain values and tensors")

@@ -2,7 +2,7 @@
 
 pool = WorkerPool(4)
 one = pool.train(1, values)
-four = pool.train(4, {**values, "tp": {"size": 2}}, plugins=("tp", "zero3"))
+four = pool.train(4, {**values, "mine": {"size": 2}}, plugins=("mine",))
 assert worst_difference(one, four) < 1e-9
 """
 

@@ -158,6 +158,7 @@ class Numbers:
     length: int = 4
     vocab_size: int = 100
     tokenizer_path: Path = Path("none")
+    fingerprint: str = "numbers"
 
     def __len__(self) -> int:
         return self.rows

@@ -1,0 +1,185 @@
+"""The writing of one checkpoint: every rank its own files, then rank 0 the index and the name.
+
+Ranks tell each other through small files in the folder itself, so that a thread can wait for them while training goes
+on and uses the process groups. What a reader may see is complete and on disk: all files, then the index, then the
+folder's name, then `latest`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+import cattrs
+import torch
+
+from femto_checkpoint.files import checksum_of, sync, write_json, write_safetensors
+from femto_checkpoint.folder import PARTIAL, REPLACED, latest_checkpoint, record, rotate
+from femto_checkpoint.index import FORMAT, Index, SavedTensor, Scalar, write_index
+from femto_checkpoint.snapshot import Snapshot, merge, merge_scalars
+from femto_core.checkpoint import RunState
+from femto_core.sections import CheckpointSection
+
+POLL_S = 0.02
+MODEL = "model"
+
+
+@attrs.define(kw_only=True)
+class Writer:
+    """One checkpoint on its way to disk, as one rank sees it."""
+
+    partial: Path
+    final: Path
+    step: int
+    rank: int
+    world_size: int
+    layout: str
+    section: CheckpointSection
+    snapshot: Snapshot | None
+    parts: dict[str, Any]
+    state: RunState
+    model: dict[str, Any]
+    failure: BaseException | None = None
+    """What went wrong in the thread; raised in the training thread."""
+    deadline: float = attrs.field(init=False)
+    _thread: threading.Thread = attrs.field(init=False)
+
+    def start(self) -> None:
+        """Begin, in a thread of its own."""
+        self.deadline = time.monotonic() + self.section.timeout
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{self.step}")
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread, for rank 0 as long as it takes, for others until the deadline; tell whether it ended."""
+        if timeout_s is None and self.rank:
+            timeout_s = max(0.0, self.deadline - time.monotonic())
+        self._thread.join(timeout_s)
+        return self.ended
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has come to its end, good or bad."""
+        return not self._thread.is_alive()
+
+    def complaint(self, reason: object) -> str:
+        """Return the sentence for a checkpoint that could not be written."""
+        kept = latest_checkpoint(self.final.parent)
+        return (
+            f"checkpoint of step {self.step} could not be written to {self.final.parent}: {reason}; "
+            f"the newest complete one is {kept.name.removeprefix(REPLACED) if kept else 'none'}"
+        )
+
+    def _run(self) -> None:
+        try:
+            self._write_share()
+            self.snapshot, self.parts = None, {}  # the copies are of no more use, and large
+            if self.rank == 0:
+                self._commit()
+        except BaseException as error:  # noqa: BLE001 - raised again in the training thread
+            self.failure = error
+            self.snapshot, self.parts = None, {}
+            self._tell(str(error) or type(error).__name__)
+
+    def _tell(self, reason: str) -> None:
+        """Let rank 0 know, even on a disk that is full or will not sync: an empty message says it too."""
+        marker, draft = self.partial / f"{self._name}.failed", self.partial / f".{self._name}.failed"
+        with contextlib.suppress(OSError):
+            for file in self.partial.glob(f"{self._name}.*"):
+                file.unlink()  # makes room
+        try:
+            draft.write_text(reason, encoding="utf-8")
+            draft.replace(marker)
+        except OSError:
+            with contextlib.suppress(OSError):
+                marker.touch()
+
+    @property
+    def _name(self) -> str:
+        return f"rank-{self.rank:05}"
+
+    def _write_share(self) -> None:
+        snapshot = self.snapshot
+        assert snapshot is not None
+        tensors, parts = self.partial / f"{self._name}.safetensors", self.partial / f"{self._name}.pt"
+        values = snapshot.tensors
+        shapes = {key: tuple(value.shape) for key, value in values.items()}
+        dtypes = {key: value.dtype for key, value in values.items()}
+        files = {tensors.name: write_safetensors(tensors, shapes, dtypes, values.__getitem__, {"format": FORMAT})}
+        with parts.open("wb") as file:
+            torch.save(self.parts, file)
+        sync(parts)
+        files[parts.name] = checksum_of(parts)
+        if self.rank == 0:
+            files |= self._write_model()
+        sync(self.partial)
+        share = {
+            "files": files,
+            "tensors": cattrs.unstructure(snapshot.index),
+            "scalars": cattrs.unstructure(snapshot.scalars),
+        }
+        write_json(self.partial / f"{self._name}.done", share)
+
+    def _write_model(self) -> dict[str, dict[str, int]]:
+        folder = self.partial / MODEL
+        if self.state.tokenizer_path.is_dir():
+            shutil.copytree(self.state.tokenizer_path, folder)
+        self.state.model_config.save_pretrained(folder)  # after the tokenizer: whose folder may hold another config
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        for path in [*files, *(p for p in folder.rglob("*") if p.is_dir()), folder]:
+            sync(path)
+        return {path.relative_to(self.partial).as_posix(): checksum_of(path) for path in files}
+
+    def _commit(self) -> None:
+        self.deadline = max(self.deadline, time.monotonic() + self.section.timeout)
+        shares = [self._share(rank) for rank in range(self.world_size)]
+        files = {name: sums for share in shares for name, sums in share["files"].items()}
+        for name, sums in files.items():
+            if (size := (self.partial / name).stat().st_size) != sums["bytes"]:
+                raise OSError(f"{name} has {size} bytes of the {sums['bytes']} that were written")
+        index = Index(
+            step=self.step,
+            layout=self.layout,
+            identity=self.state.identity,
+            model=self.model,
+            plugins=self.state.plugins,
+            config=self.state.config,
+            tensors=merge([cattrs.structure(share["tensors"], dict[str, SavedTensor]) for share in shares]),
+            scalars=merge_scalars([cattrs.structure(share["scalars"], dict[str, Scalar]) for share in shares]),
+            files=files,
+        )
+        for marker in self.partial.glob("rank-*.done"):
+            marker.unlink()
+        write_index(self.partial, index)
+        sync(self.partial)
+        folder = self.final.parent
+        if self.final.exists():
+            self.final.rename(self.final.with_name(f"{REPLACED}{self.final.name}"))
+        self.partial.rename(self.final)
+        sync(folder)
+        record(folder, self.final.name)
+        shutil.rmtree(self.final.with_name(f"{REPLACED}{self.final.name}"), ignore_errors=True)
+        rotate(folder, keep=self.section.keep, keep_every=self.section.keep_every)
+
+    def _share(self, rank: int) -> dict[str, Any]:
+        """Wait for a rank's share to be on disk. Raises where that rank says that it failed."""
+        done, failed = self.partial / f"rank-{rank:05}.done", self.partial / f"rank-{rank:05}.failed"
+        while not done.exists():
+            if failed.exists():
+                raise OSError(f"rank {rank}: {failed.read_text(encoding='utf-8') or 'could not write its share'}")
+            if time.monotonic() > self.deadline:
+                raise OSError(f"rank {rank} has not written its share within {self.section.timeout:g} s")
+            time.sleep(POLL_S)
+        share: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+        return share
+
+
+def partial_folder(folder: Path, step: int, token: str) -> Path:
+    """Return where the checkpoint of `step` is written before it has its name."""
+    return folder / f"{PARTIAL}step-{step}-{token}"

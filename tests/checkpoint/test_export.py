@@ -1,0 +1,277 @@
+"""A checkpoint as a Hugging Face directory: transformers computes what was trained; nothing is ever half there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from femto_checkpoint import export as exports
+from femto_checkpoint.export import ExportConfig, export, plan_shards
+from femto_checkpoint.index import MASTER, Checkpoint
+from femto_checkpoint.plugin import export_command, inspect_command
+from femto_core.batch import Batch
+from femto_core.errors import UserError
+from femto_core.hookspecs import hookimpl
+from femto_core.testing import RandomRows, RandomTask, WorkerPool, make_trainer
+from femto_core.trainer import Trainer
+from tests.checkpoint.runs import Values, checkpoint_of, train_until, values
+
+
+@attrs.frozen
+class WordsTask(RandomTask):
+    """Random rows that say which tokenizer wrote them."""
+
+    tokenizer: Path = Path("none")
+
+    @hookimpl
+    def femto_dataset(self, config: Any, split: str) -> RandomRows:
+        return attrs.evolve(super().femto_dataset(config, split), tokenizer_path=self.tokenizer)
+
+
+def settings(folder: Path, family: str = "llama", *, tied: bool = True, **more: Any) -> Values:
+    model = {"family": family, "tied": tied, **more.pop("model", {})}
+    return values(folder, train={"dtype": "float32"}, model=model, **more)
+
+
+def trained(folder: Path, family: str = "llama", *, tied: bool = True, tokenizer: Path = Path("none")) -> Trainer:
+    """Train two steps and save; return the trainer."""
+    task = WordsTask(tokenizer=tokenizer)
+    trainer = make_trainer(settings(folder, family, tied=tied), (), {"random_task": task})
+    trainer.train_step(), trainer.train_step()
+    trainer.save()
+    trainer.checkpointer.wait()
+    return trainer
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    words = {word: number for number, word in enumerate(["<s>", "</s>", *(f"w{n}" for n in range(30))])}
+    made: Any = PreTrainedTokenizerFast
+    fast = made(tokenizer_object=Tokenizer(WordLevel(words, "w0")), bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(tmp_path / "words")
+    return tmp_path / "words"
+
+
+def from_pretrained(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, report = load(path, output_loading_info=True, dtype=dtype)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def logits_of(trainer: Trainer, batch: Batch) -> torch.Tensor:
+    trainer.stage.train(False)
+    logits = trainer.schedule.forward(trainer.stage, batch, lambda hidden, head: head(hidden))
+    trainer.stage.train(True)
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False), ("mistral", True)]
+)
+def test_transformers_computes_what_was_trained_and_femto_goes_on_from_it(
+    world_of_one: None, tmp_path: Path, family: str, tied: bool
+) -> None:
+    trainer = trained(tmp_path, family, tied=tied)
+    out = tmp_path / "out"
+    files = export(checkpoint_of(tmp_path, 2), ExportConfig(output=str(out)))
+    assert files == ["model.safetensors"]
+    keys = set(load_file(out / "model.safetensors"))
+    assert ("lm_head.weight" in keys) is not tied, "a tied weight is there once"
+    model = from_pretrained(out)
+    batch = trainer.dataset[3]
+    with torch.no_grad():
+        theirs = model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
+    torch.testing.assert_close(theirs, logits_of(trainer, batch), rtol=1e-5, atol=1e-6)
+    loss = trainer.evaluate()
+    weights = {g.name: g.master.detach().clone() for g in trainer.groups}
+    trainer.close()
+    again = make_trainer(settings(tmp_path / "again", model={"path": str(out)}))
+    assert all(torch.equal(g.master, weights[g.name]) for g in again.groups)
+    assert again.evaluate() == loss
+    again.close()
+
+
+def test_shards_have_an_index_and_hold_each_weight_once(world_of_one: None, tmp_path: Path) -> None:
+    trained(tmp_path).close()
+    out = tmp_path / "out"
+    files = export(checkpoint_of(tmp_path, 2), ExportConfig(output=str(out), shard_gib=4000 / 2**30))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    held = {name: file for file in files for name in load_file(out / file)}
+    assert held == index["weight_map"]
+    assert index["metadata"]["total_size"] == sum(t.nbytes for f in files for t in load_file(out / f).values())
+    assert all((out / f).stat().st_size < 4000 + 2000 for f in files)
+    from_pretrained(out)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_come_in_the_dtype_that_was_asked_for(world_of_one: None, tmp_path: Path, dtype: str) -> None:
+    trainer = trained(tmp_path)
+    export_command([str(tmp_path / "test"), "--output", str(tmp_path / "out"), "--dtype", dtype])
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    wanted: torch.dtype = getattr(torch, dtype)
+    for group in trainer.groups:
+        assert torch.equal(exported[group.layout.name], group.master.to(wanted))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+    trainer.close()
+
+
+def test_the_tokenizer_goes_along_and_says_where_text_ends(world_of_one: None, tmp_path: Path, tokenizer: Path) -> None:
+    trained(tmp_path, tokenizer=tokenizer).close()
+    out = tmp_path / "out"
+    export(checkpoint_of(tmp_path, 2), ExportConfig(output=str(out)))
+    load: Any = AutoTokenizer.from_pretrained
+    assert load(out)("w3").input_ids == load(tokenizer)("w3").input_ids
+    generation: Any = GenerationConfig.from_pretrained(out)
+    assert (generation.bos_token_id, generation.eos_token_id) == (0, 1)
+    config = json.loads((out / "config.json").read_text())
+    assert config["use_cache"] is True
+    assert config["model_type"] == "llama"
+
+
+def test_what_two_ranks_saved_is_exported_as_one(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, train_until, values(tmp_path), 2)
+    export(checkpoint_of(tmp_path, 2), ExportConfig(output=str(tmp_path / "out")))
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    checkpoint = Checkpoint(checkpoint_of(tmp_path, 2))
+    assert set(exported) == set(checkpoint.parameters)
+    for name, value in exported.items():
+        key = f"{MASTER}/{name}"
+        assert torch.equal(value, checkpoint.read(key, checkpoint.whole(key)).float())
+
+
+def test_shards_are_filled_in_order_and_never_split_a_tensor() -> None:
+    shapes = {"a": (10,), "b": (10,), "c": (25,), "d": (1,), "e": ()}
+    assert plan_shards(shapes, 80, 4) == {
+        "model-00001-of-00003.safetensors": ["a", "b"],
+        "model-00002-of-00003.safetensors": ["c"],
+        "model-00003-of-00003.safetensors": ["d", "e"],
+    }
+
+
+# Refusals.
+
+
+@pytest.fixture(scope="module")
+def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("saved")
+    pool.run(1, train_until, values(folder), 1)
+    return folder
+
+
+def spoil_config(folder: Path) -> None:
+    path = folder / "model" / "config.json"
+    path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-03'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "rank-00000.safetensors").unlink(), "is missing or cannot be read"),
+        (lambda folder: (folder / "model" / "config.json").unlink(), "config.json is missing"),
+        (spoil_config, "config.json is "),
+        (lambda folder: (folder / "checkpoint.json").unlink(), "is not a complete femto checkpoint"),
+    ],
+    ids=["weights", "no config", "changed config", "index"],
+)
+def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(
+    saved: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    copy = tmp_path / "step-1"
+    shutil.copytree(checkpoint_of(saved, 1), copy)
+    damage(copy)
+    with pytest.raises(UserError, match=words):
+        export(copy, ExportConfig(output=str(tmp_path / "out")))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_an_output_that_is_taken_is_refused(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    export(checkpoint_of(saved, 1), ExportConfig(output=str(tmp_path / "out")))  # empty: fine
+    with pytest.raises(UserError, match="exists and is not empty"):
+        export(checkpoint_of(saved, 1), ExportConfig(output=str(tmp_path / "out")))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        export(checkpoint_of(saved, 1), ExportConfig(output=str(tmp_path / "file")))
+    with pytest.raises(UserError, match="lies inside the checkpoint"):
+        export(checkpoint_of(saved, 1), ExportConfig(output=str(checkpoint_of(saved, 1) / "out")))
+    with pytest.raises(UserError, match="cannot be written"):
+        export(checkpoint_of(saved, 1), ExportConfig(output=str(tmp_path / "file" / "below")))
+
+
+def test_values_that_do_not_fit_the_dtype_are_refused(world_of_one: None, tmp_path: Path) -> None:
+    trainer = make_trainer(settings(tmp_path))
+    with torch.no_grad():
+        trainer.groups[0].master[0, 0] = 1e6
+    trainer.save()
+    trainer.checkpointer.wait()
+    trainer.close()
+    with pytest.raises(UserError, match=r"too large for torch\.float16; export it as bfloat16 or float32"):
+        export(checkpoint_of(tmp_path, 0), ExportConfig(output=str(tmp_path / "out"), dtype="float16"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "needs a checkpoint"),
+        (["--output", "x"], "needs a checkpoint"),
+        (["nowhere", "--output", "x"], "nowhere is not a complete femto checkpoint"),
+    ],
+    ids=str,
+)
+def test_the_command_refuses_what_is_no_checkpoint(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        export_command(words)
+
+
+def test_a_run_without_checkpoints_is_said(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=r"no complete checkpoint; set --checkpoint\.every"):
+        export_command([str(tmp_path), "--output", "x"])
+
+
+def test_the_contents_of_a_checkpoint_are_shown(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_command([str(saved / "test")]) == 0
+    shown = capsys.readouterr().out
+    assert "step 1, saved on dp 1" in shown
+    assert "model.norm.weight [16] F64, in 1 piece(s)" in shown
+    assert "the optimizer keeps exp_avg, exp_avg_sq, step" in shown
+    with pytest.raises(UserError, match="takes one folder"):
+        inspect_command([str(saved / "test"), "more"])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("place", ["write_safetensors", "_write_configs", "_compare", "sync"])
+def test_killed_while_exporting_nothing_half_is_there(saved: Path, tmp_path: Path, place: str) -> None:
+    out = tmp_path / "out"
+    child = os.fork()
+    if not child:
+        right: Any = getattr(exports, place)
+
+        def killed(*arguments: Any, **more: Any) -> None:
+            right(*arguments, **more)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(exports, place, killed)
+        export(checkpoint_of(saved, 1), ExportConfig(output=str(out)))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not out.exists()
+    assert export(checkpoint_of(saved, 1), ExportConfig(output=str(out))) == ["model.safetensors"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"], "what the kill left is swept up"

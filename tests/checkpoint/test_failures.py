@@ -1,0 +1,361 @@
+"""Disks that are full, ranks that die or never answer, signals, locks: one sentence each, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from femto_checkpoint import writer as writers
+from femto_core import build
+from femto_core.errors import UserError
+from femto_core.hookspecs import hookimpl
+from femto_core.testing import RandomTask, WorkerPool, make_trainer
+from tests.checkpoint.runs import Values, attempt, checkpoint_of, refusal, train_until, values
+from tests.cli.commands import TINY_FLAGS, femto, install_plugin
+
+Break = Callable[[int], Callable[[], None]]
+
+
+def break_and_save(settings: Values, harm: Break, seconds: float = 30.0) -> tuple[str, int]:
+    """Save step 1, do `harm` (which returns how to undo it), and save step 2: what is said, and what is left."""
+    trainer = make_trainer(settings)
+    trainer.train_step()
+    trainer.save()
+    trainer.checkpointer.wait()
+    undo = harm(trainer.mesh.rank)
+    said, start = "saved", time.monotonic()
+    try:
+        trainer.train_step()
+        trainer.save()
+        trainer.checkpointer.wait()
+    except UserError as error:
+        said = str(error)
+    except BaseException as error:  # noqa: BLE001 - a defect is part of what is tested
+        said = repr(error)
+    finally:
+        undo()
+        trainer.close()
+    assert time.monotonic() - start < seconds
+    trainer.mesh.barrier()
+    return said, len(list((trainer.run_dir / "checkpoints").glob(".*")))
+
+
+def the_same_for_all(answers: list[tuple[str, int]]) -> str:
+    """What all ranks said, alike, having swept up what was half written."""
+    assert len(set(answers)) == 1, answers
+    said, left = answers[0]
+    assert "\n" not in said
+    assert left == 0, "nothing half written stays on a disk that may be full"
+    return said
+
+
+def limit_file_size(rank: int) -> Callable[[], None]:
+    """No file of rank 1 may grow beyond a few bytes; the kernel says so when it is written."""
+    if not rank:
+        return lambda: None
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fail_to_sync(rank: int) -> Callable[[], None]:
+    right = os.fsync
+
+    def broken(descriptor: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        right(descriptor)
+
+    if rank:
+        system: Any = os
+        system.fsync = broken
+    return lambda: setattr(os, "fsync", right)
+
+
+def harm_writer(rank: int, harmed: int, harm: Callable[[Any], None]) -> Callable[[], None]:
+    cls: Any = writers.Writer
+    right = cls._write_share
+
+    def broken(self: Any) -> None:
+        if rank == harmed:
+            harm(self)
+        right(self)
+
+    cls._write_share = broken
+    return lambda: setattr(cls, "_write_share", right)
+
+
+def never_answer(rank: int) -> Callable[[], None]:
+    return harm_writer(rank, 1, lambda _: time.sleep(3.0))
+
+
+def raise_in(rank: int, harmed: int, error: BaseException) -> Callable[[], None]:
+    def fail(_: Any) -> None:
+        raise error
+
+    return harm_writer(rank, harmed, fail)
+
+
+def defect_on_1(rank: int) -> Callable[[], None]:
+    return raise_in(rank, 1, ArithmeticError("a defect"))
+
+
+def interrupt_on_0(rank: int) -> Callable[[], None]:
+    return raise_in(rank, 0, KeyboardInterrupt("gone"))
+
+
+def save_says(folder: Path, reason: str) -> str:
+    return (
+        f"checkpoint of step 2 could not be written to {folder / 'test' / 'checkpoints'}: {reason}; "
+        "the newest complete one is step-1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (limit_file_size, "rank 1: [Errno 27] File too large"),
+        (fail_to_sync, "rank 1: [Errno 5] Input/output error"),
+    ],
+    ids=["file too large", "disk error"],
+)
+@pytest.mark.parametrize("wait", [False, True], ids=["beside training", "waiting"])
+def test_a_rank_that_cannot_write_ends_the_run_on_all_with_one_sentence(
+    pool: WorkerPool, tmp_path: Path, harm: Break, reason: str, wait: bool
+) -> None:
+    settings = values(tmp_path, checkpoint={"wait": wait})
+    assert the_same_for_all(pool.run(2, break_and_save, settings, harm)) == save_says(tmp_path, reason)
+    assert pool.run(2, attempt, values(tmp_path, "auto")) == ["resumed at 1"] * 2
+
+
+def test_a_share_that_never_arrives_is_given_up_after_the_timeout(pool: WorkerPool, tmp_path: Path) -> None:
+    settings = values(tmp_path, checkpoint={"timeout": 0.5})
+    [zero, one] = pool.run(2, break_and_save, settings, never_answer)
+    assert zero[0] == one[0] == save_says(tmp_path, "rank 1 has not written its share within 0.5 s")
+    time.sleep(3.0)  # it writes after all, and nobody minds
+    assert pool.run(2, attempt, values(tmp_path, "auto")) == ["resumed at 1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("harm", "rank", "error", "reason"),
+    [
+        (defect_on_1, 1, "ArithmeticError('a defect')", "rank 1: a defect"),
+        (interrupt_on_0, 0, "KeyboardInterrupt('gone')", "gone"),
+    ],
+    ids=["an exception", "a base exception"],
+)
+def test_a_defect_in_the_writing_thread_is_raised_where_it_is_and_said_elsewhere(
+    pool: WorkerPool, tmp_path: Path, harm: Break, rank: int, error: str, reason: str
+) -> None:
+    answers = pool.run(2, break_and_save, values(tmp_path), harm)
+    assert answers[rank][0] == error
+    assert answers[1 - rank][0] == save_says(tmp_path, reason)
+    assert pool.run(2, attempt, values(tmp_path, "auto")) == ["resumed at 1"] * 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that holds one checkpoint of the tests' model, not two."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=220k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("cannot mount a small disk here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def no_harm(rank: int) -> Callable[[], None]:
+    return lambda: None
+
+
+def test_a_full_disk_is_said_and_the_older_checkpoint_stays(pool: WorkerPool, small_disk: Path) -> None:
+    said = the_same_for_all(pool.run(2, break_and_save, values(small_disk), no_harm))
+    assert "[Errno 28] No space left on device" in said
+    assert said.endswith("the newest complete one is step-1")
+    assert pool.run(2, attempt, values(small_disk, "auto")) == ["resumed at 1"] * 2
+
+
+def save_into(settings: Values) -> str:
+    trainer = make_trainer(settings)
+    try:
+        trainer.train_step()
+        trainer.save()
+        trainer.checkpointer.wait()
+    except UserError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return "saved"
+
+
+def test_a_file_in_the_folders_place_is_said(pool: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "checkpoints").write_text("in the way")
+    answers = pool.run(2, save_into, values(tmp_path))
+    assert len(set(answers)) == 1
+    assert answers[0].startswith(f"checkpoints cannot be written to {tmp_path / 'test' / 'checkpoints'}: ")
+    assert "File exists" in answers[0]
+
+
+def test_a_folder_that_is_no_checkpoint_is_neither_loaded_nor_overwritten(pool: WorkerPool, tmp_path: Path) -> None:
+    notes = checkpoint_of(tmp_path, 1) / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    answers = pool.run(2, save_into, values(tmp_path, "auto"))
+    assert set(answers) == {
+        f"checkpoint of step 1 cannot be written: {notes.parent} is there and is no checkpoint; move it away"
+    }
+    assert notes.read_text() == "mine"
+
+
+# Two runs, one folder.
+
+
+def hold(folder: Path, seconds: float) -> str:
+    """Rank 0 holds the lock of a run; then another trainer wants the same folder."""
+    first = make_trainer(values(folder))
+    right, build.LOCK_S = build.LOCK_S, seconds
+    try:
+        answer = attempt(values(folder, "auto"))
+    finally:
+        build.LOCK_S = right
+    first.close()
+    assert attempt(values(folder, "auto")) == "resumed at 0", "the lock goes with the run"
+    return answer
+
+
+def test_a_second_run_in_one_folder_is_refused_by_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    answers = pool.run(2, hold, tmp_path, 0.2)
+    assert answers == [f"another run is writing to {tmp_path / 'test'}; choose another --run.name"] * 2
+
+
+# Signals.
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_asked_of_one_rank_stops_all_after_the_step_with_a_checkpoint(
+    pool: WorkerPool, tmp_path: Path, rank: int
+) -> None:
+    assert pool.run(2, stop_at_three, values(tmp_path, checkpoint={"every": 100}), rank) == [3, 3]
+    assert pool.run(2, attempt, values(tmp_path, "auto")) == ["resumed at 3"] * 2
+
+
+class Stopper(RandomTask):
+    """Asks the trainer to stop, as the signal's handler does, in the middle of a step."""
+
+    trainer: Any = None
+
+    @hookimpl
+    def femto_train_begin(self, trainer: Any) -> None:
+        type(self).trainer = trainer
+
+    @hookimpl
+    def femto_step_begin(self, step: int) -> None:
+        if step == 3:
+            self.trainer.stop_requested = True
+
+
+def stop_at_three(settings: Values, rank: int) -> int:
+    asked = torch.distributed.get_rank() == rank
+    trainer = make_trainer(settings, (), {"random_task": Stopper() if asked else RandomTask()})
+    trainer.train()
+    trainer.close()
+    return trainer.step
+
+
+SIGNALLED = """
+import os, signal
+from femto_core.hookspecs import hookimpl
+from femto_core.testing import RandomTask
+
+task = RandomTask()
+
+@hookimpl
+def femto_dataset(config, split):
+    return task.femto_dataset(config, split)
+
+@hookimpl
+def femto_collator():
+    return task.femto_collator()
+
+@hookimpl
+def femto_step_begin(step):
+    if step == 2 and os.environ.get("RANK", "0") == os.environ["SIGNALLED"]:
+        os.kill(os.getpid(), signal.SIGNAL)
+"""
+
+
+@pytest.mark.parametrize(("name", "processes", "rank"), [("SIGTERM", 0, "0"), ("SIGUSR1", 2, "1")])
+def test_a_signal_saves_and_leaves_with_0(tmp_path: Path, name: str, processes: int, rank: str) -> None:
+    environment = install_plugin(tmp_path / "site", "signalled", SIGNALLED.replace("SIGNAL)", f"{name})"))
+    flags = [*TINY_FLAGS, "--run.name", "r", "--plugins", "signalled,no:samples", "--model.vocab-size", "32"]
+    flags += ["--checkpoint.every", "100", "--train.steps", "100"]
+    done = femto(flags, tmp_path, {**environment, "SIGNALLED": rank}, processes)
+    assert done.code == 0, done.err
+    assert "Traceback" not in done.err
+    folder = tmp_path / "runs" / "r" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-2"]
+
+
+# A rank that is gone.
+
+
+def die_while_writing(settings: Values) -> None:
+    trainer = make_trainer(settings)
+    trainer.train_step()
+    harm_writer(trainer.mesh.rank, 1, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    trainer.save()
+    trainer.checkpointer.wait()
+
+
+def test_a_rank_killed_while_it_writes_leaves_the_older_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, train_until, values(tmp_path), 2)
+    own = WorkerPool(2)
+    with pytest.raises(AssertionError, match="the worker died"):
+        own.run(2, die_while_writing, values(tmp_path, "auto"), timeout_s=60)
+    own.close()
+    assert list((tmp_path / "test" / "checkpoints").glob(".partial-step-3-*"))
+    assert pool.run(2, attempt, values(tmp_path, "auto")) == ["resumed at 2"] * 2
+    pool.run(2, train_until, values(tmp_path, "auto"), 3)
+    assert not list((tmp_path / "test" / "checkpoints").glob(".*"))
+    assert "resumed" not in refusal(pool, values(tmp_path, "none"))
+
+
+def test_a_run_that_ends_on_an_error_lets_the_save_under_way_finish(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, fail_after_save, values(tmp_path, checkpoint={"every": 2})) == ["broken at 3"] * 2
+    assert pool.run(2, attempt, values(tmp_path, "auto")) == ["resumed at 2"] * 2
+
+
+class Broken(RandomTask):
+    @hookimpl
+    def femto_step_begin(self, step: int) -> None:
+        if step == 3:
+            raise ArithmeticError(f"broken at {step}")
+
+
+def fail_after_save(settings: Values) -> str:
+    trainer = make_trainer(settings, (), {"random_task": Broken()})
+    harm_writer(0, 0, lambda _: time.sleep(0.5))
+    try:
+        trainer.train()
+    except ArithmeticError as error:
+        return str(error)
+    finally:
+        harm_writer(1, 0, lambda _: None)()
+        trainer.close()
+    return "trained"
