@@ -9,7 +9,7 @@ SETUP := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 .PHONY: train test lint bench clean
 
 train: $(VENV)/ready ## train a small Llama on the standard library's sources, two processes
-	$(BIN)/torchrun --nproc-per-node $(CPUS) -m femto_core
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(CPUS) -m femto_core
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest

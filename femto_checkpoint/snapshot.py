@@ -103,7 +103,9 @@ def restore(
                 kept[field] = _number(scalars[key], master.device, options.get(id(master), {}))
                 continue
             dtype = read(key, Box((0,) * len(layout.global_shape), (0,) * len(layout.global_shape))).dtype
-            kept[field] = torch.zeros_like(master, dtype=dtype, requires_grad=False)  # strides as the master's
+            kept[field] = torch.empty_like(master, dtype=dtype, requires_grad=False)  # strides as the master's
+            if master.numel() != sum(box.numel for box in layout.owned()):
+                kept[field].zero_()
             _fill(kept[field], key, layout, read)
         if kept:
             state.optimizer.state[master] = kept

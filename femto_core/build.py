@@ -99,7 +99,11 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
         model_config=model.config,
         plugin_parts=collect_parts(hooks.checkpoint_state()),
     )
-    resume(trainer)
+    try:
+        resume(trainer)
+    except BaseException:
+        trainer.close()  # the lock too: whoever goes on in this process may build another
+        raise
     return trainer
 
 

@@ -45,7 +45,7 @@ class RunSection:
 class TrainSection:
     """How long to train, and from which random start."""
 
-    steps: int = attrs.field(default=300, validator=positive)
+    steps: int = attrs.field(default=400, validator=positive)
     """Optimizer steps of the whole run; the learning-rate schedule spans them."""
     stop_after: int = attrs.field(default=0, validator=not_negative)
     """Stop cleanly after this many steps of the run, as a kill would; 0: run to the end."""
@@ -71,15 +71,15 @@ class ModelSection:
     """With model.path: load its weights, or keep only its shape and start from random ones."""
     family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     """Architecture when model.path is empty."""
-    hidden_size: int = attrs.field(default=192, validator=positive)
+    hidden_size: int = attrs.field(default=128, validator=positive)
     """Width of the residual stream."""
-    intermediate_size: int = attrs.field(default=512, validator=positive)
+    intermediate_size: int = attrs.field(default=352, validator=positive)
     """Width inside the MLP."""
     layers: int = attrs.field(default=4, validator=positive)
     """Number of decoder layers."""
-    heads: int = attrs.field(default=6, validator=positive)
+    heads: int = attrs.field(default=4, validator=positive)
     """Number of attention heads."""
-    kv_heads: int = attrs.field(default=3, validator=positive)
+    kv_heads: int = attrs.field(default=2, validator=positive)
     """Number of key/value heads; divides the attention heads."""
     vocab_size: int = attrs.field(default=0, validator=not_negative)
     """Rows of the embedding; 0: the vocabulary of the data's tokenizer."""
@@ -117,7 +117,7 @@ class DataSection:
 class OptimSection:
     """AdamW and its learning rate."""
 
-    lr: float = attrs.field(default=3e-3, validator=positive)
+    lr: float = attrs.field(default=6e-3, validator=positive)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the running mean of the gradient, and of its square."""

@@ -28,8 +28,12 @@ def whole_runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> di
 @pytest.mark.parametrize(
     ("stop", "remainder", "wait"),
     [
-        *((stop, remainder, False) for stop in (1, 3, 4, 6) for remainder in ("drop", "pad")),
+        (1, "drop", False),
+        (1, "pad", False),
         (3, "drop", True),
+        (3, "pad", False),
+        (4, "pad", False),
+        (6, "drop", False),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
@@ -160,18 +164,16 @@ def test_the_trainer_saves_on_time_and_once_more_at_the_end(pool: WorkerPool, tm
 @pytest.mark.parametrize(
     ("section", "kept"),
     [
-        ({"keep": 2}, [6, 7]),
-        ({"keep": 1}, [7]),
-        ({"keep": 0}, [1, 2, 3, 4, 5, 6, 7]),
-        ({"keep": 2, "keep_every": 3}, [3, 6, 7]),
-        ({"keep": 1, "keep_every": 2}, [2, 4, 6, 7]),
+        ({"keep": 1}, [5]),
+        ({"keep": 0}, [1, 2, 3, 4, 5]),
+        ({"keep": 2, "keep_every": 2}, [2, 4, 5]),
     ],
     ids=str,
 )
 def test_the_newest_are_kept_and_the_milestones(
     pool: WorkerPool, tmp_path: Path, section: dict[str, int], kept: list[int]
 ) -> None:
-    settings = values(tmp_path, checkpoint={"every": 1, **section})
+    settings = values(tmp_path, train={"steps": 5}, checkpoint={"every": 1, **section})
     assert pool.run(1, train_to_the_end, settings)[0] == ["latest", *(f"step-{step}" for step in kept)]
 
 
@@ -195,7 +197,7 @@ def test_after_going_back_auto_follows_the_newer_timeline(pool: WorkerPool, tmp_
 
 
 def test_a_stale_checkpoint_never_crowds_out_a_new_one(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(1, train_until, values(tmp_path, checkpoint={"keep": 0}), 6)
+    pool.run(1, train_until, values(tmp_path, checkpoint={"keep": 0}), 4)
     older = str(checkpoint_of(tmp_path, 1))
     [names] = pool.run(1, train_until, values(tmp_path, older, checkpoint={"keep": 2}), 3)
     assert names == ["step-2", "step-3"], "the two committed last, whatever their numbers"
