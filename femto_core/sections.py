@@ -45,7 +45,7 @@ class RunSection:
 class TrainSection:
     """How long to train, and from which random start."""
 
-    steps: int = attrs.field(default=400, validator=positive)
+    steps: int = attrs.field(default=450, validator=positive)
     """Optimizer steps of the whole run; the learning-rate schedule spans them."""
     stop_after: int = attrs.field(default=0, validator=not_negative)
     """Stop cleanly after this many steps of the run, as a kill would; 0: run to the end."""
