@@ -114,7 +114,7 @@ def load_weights(groups: Sequence[ParamGroup], source: WeightSource) -> None:
             parts = source.read(group.layout.name, group.layout.owned())
             if parts:
                 values = torch.cat([part.reshape(-1) for part in parts])
-                group.master.copy_(values.view_as(group.master))
+                group.master.view(-1)[: values.numel()].copy_(values)
 
 
 def check_equal_everywhere(mesh: Mesh, config: Config, plugins: Plugins) -> None:

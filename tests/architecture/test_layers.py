@@ -17,7 +17,7 @@ from femto_core.plugins import hook_names
 
 ROOT = Path(__file__).parents[2]
 KERNEL = ROOT / "femto_core"
-PACKAGES = ("femto_core", "femto_data", "femto_report", "femto_ops")
+PACKAGES = ("femto_core", "femto_data", "femto_report", "femto_ops", "femto_checkpoint")
 MOST_LINES = 300
 MOST_KERNEL_CODE = 3000
 
