@@ -35,8 +35,8 @@ class Box:
 class ParamLayout:
     """Where a local parameter lies in its global one, and how its gradient is to be read.
 
-    `flat` is the range of the flattened box that this rank updates and saves; a sharding strategy narrows it. A master may
-    be longer than that range: the values it owns come first, the rest is filling that is neither loaded nor saved.
+    `flat` is the range of the flattened box that this rank updates and saves; a sharding strategy narrows it. A master
+    may be longer than that range: what it owns comes first, the rest is filling that is neither loaded nor saved.
     """
 
     name: str
