@@ -104,6 +104,7 @@ def _serve(pipe: Connection) -> None:
         try:
             function, arguments, rank, world_size, store = pickle.loads(job)
             dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
+            dist.barrier()  # a short job must not hang up while another rank is still being connected
             try:
                 answer = True, function(*arguments)
             finally:
