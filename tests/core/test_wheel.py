@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("femto_core", "femto_data", "femto_ops", "femto_report")
+PACKAGES = ("femto_checkpoint", "femto_core", "femto_data", "femto_ops", "femto_report")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 SMALL = shlex.split("""
     --train.steps 6 --train.threads 1 --optim.warmup 1 --optim.lr 0.01 --eval.every 0 --data.seq-len 16
@@ -129,7 +129,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, alone: Environment) -> Path:
     return folder / "rows"
 
 
-def test_the_wheel_holds_the_four_packages_whole_and_nothing_else(core_wheel: Path) -> None:
+def test_the_wheel_holds_all_its_packages_whole_and_nothing_else(core_wheel: Path) -> None:
     names = zipfile.ZipFile(core_wheel).namelist()
     found = {name for name in names if ".dist-info/" not in name}
     files = [file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.suffix in (".py", ".typed")]
