@@ -148,7 +148,8 @@ def test_the_wheels_carry_ranges_and_no_exact_versions(core_wheel: Path, plugin_
 
 def test_the_environment_has_only_the_wheels_femto(extended: Environment) -> None:
     code = (
-        "import sys, femto_checkpoint, femto_core, femto_data, femto_ops, femto_report, example_plugin, importlib.metadata as m\n"
+        "import sys, femto_checkpoint, femto_core, femto_data, femto_ops, femto_report, example_plugin\n"
+        "import importlib.metadata as m\n"
         "modules = femto_checkpoint, femto_core, femto_data, femto_ops, femto_report, example_plugin\n"
         "print(*(module.__file__ for module in modules), m.distribution('femto-core').locate_file(''), sep='\\n')\n"
         "print(*(type(finder).__name__ + str(finder) for finder in sys.meta_path if 'ditable' in str(finder)))"
