@@ -184,7 +184,7 @@ def femto_loss(config: Config, mesh: Mesh) -> Loss | None:
 def femto_checkpointer(config: Config, mesh: Mesh) -> Checkpointer | None:
     """Return what saves and loads a run.
 
-    When: before training. None: the next implementation is asked. Default: one safetensors file for each rank.
+    When: before training. None: the next implementation is asked. Default: files that load under any layout.
     """
 
 
