@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+import xxhash
 
 DTYPES = {
     torch.float64: "F64",
@@ -28,7 +29,14 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 CHUNK = 16 * 2**20
-WINDOW = 2**19  # small enough to stay in the cache between the reading and the summing
+
+
+class FileSums(TypedDict):
+    """What a file must still be when it is read."""
+
+    bytes: int
+    xxh3: str
+    """Its 64-bit XXH3, in hexadecimal: faster than memory, so that verifying costs no more than reading."""
 
 
 def write_safetensors(
@@ -37,8 +45,8 @@ def write_safetensors(
     dtypes: Mapping[str, torch.dtype],
     read: Callable[[str], torch.Tensor],
     metadata: Mapping[str, str],
-) -> dict[str, int]:
-    """Write the CPU tensors that `read` returns, one at a time, as a safetensors file; return its {"bytes", "crc32"}.
+) -> FileSums:
+    """Write the CPU tensors that `read` returns, one at a time, as a safetensors file; return its sums.
 
     Nothing is held as a whole, and the checksum is of what was meant, not of what the disk gives back.
     """
@@ -50,11 +58,12 @@ def write_safetensors(
         start = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    checksum, written = 0, 0
+    checksum, written = xxhash.xxh3_64(), 0
     with path.open("wb") as file:
         for block in (struct.pack("<Q", len(text)), text):
             file.write(block)
-            checksum, written = zlib.crc32(block, checksum), written + len(block)
+            checksum.update(block)
+            written += len(block)
         for name in shapes:
             tensor = read(name)
             if not tensor.numel():
@@ -63,20 +72,21 @@ def write_safetensors(
             for at in range(0, len(raw), CHUNK):
                 part: Any = raw[at : at + CHUNK]
                 file.write(part)
-                checksum, written = zlib.crc32(part, checksum), written + len(part)
+                checksum.update(part)
+                written += len(part)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": written, "crc32": checksum}
+    return {"bytes": written, "xxh3": checksum.hexdigest()}
 
 
-def checksum_of(path: Path) -> dict[str, int]:
-    """Return a file's {"bytes", "crc32"} as they are on disk now."""
-    checksum, read = 0, 0
-    window = memoryview(bytearray(WINDOW))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(window):
-            checksum, read = zlib.crc32(window[:size], checksum), read + size
-    return {"bytes": read, "crc32": checksum}
+def checksum_of(path: Path) -> FileSums:
+    """Return a file's sums as they are on disk now."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:  # nothing that could be mapped
+            return {"bytes": 0, "xxh3": xxhash.xxh3_64_hexdigest(b"")}
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped:  # twice as fast as reading
+            return {"bytes": size, "xxh3": xxhash.xxh3_64_hexdigest(mapped)}
 
 
 def write_json(path: Path, value: Any) -> None:

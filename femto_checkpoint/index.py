@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 import attrs
 import cattrs
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
-from femto_checkpoint.files import DTYPES, checksum_of, write_json
+from femto_checkpoint.files import DTYPES, FileSums, checksum_of, write_json
 from femto_core.errors import UserError
 from femto_core.layout import Box
 
-FORMAT = "femto-checkpoint-2"
+FORMAT = "femto-checkpoint-3"
 INDEX = "checkpoint.json"
 MASTER = "master"
 TORCH_DTYPES = {spelling: dtype for dtype, spelling in DTYPES.items()}
@@ -69,8 +69,7 @@ class Index:
     config: dict[str, Any]
     tensors: dict[str, SavedTensor]
     scalars: dict[str, Scalar]
-    files: dict[str, dict[str, int]]
-    """Bytes and CRC-32 of each file."""
+    files: dict[str, FileSums]
     format: str = FORMAT
 
 
@@ -163,7 +162,7 @@ def read_index(path: Path) -> Index:
     found = raw.get("format") if isinstance(raw, dict) else None
     if found != FORMAT:
         raise UserError(f"{path} has format {found!r}; this femto reads {FORMAT!r}")
-    if raw.pop("crc32", None) != _checksum(raw):
+    if raw.pop("xxh3", None) != _checksum(raw):
         raise DamagedError(f"{path / INDEX} is damaged: its checksum is not the one it was saved with")
     try:
         return cattrs.structure(raw, Index)
@@ -174,11 +173,11 @@ def read_index(path: Path) -> Index:
 def write_index(folder: Path, index: Index) -> None:
     """Write `index` with a checksum of itself: the last file of a checkpoint."""
     raw = json.loads(json.dumps(cattrs.unstructure(index)))
-    write_json(folder / INDEX, {**raw, "crc32": _checksum(raw)})
+    write_json(folder / INDEX, {**raw, "xxh3": _checksum(raw)})
 
 
-def _checksum(raw: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(raw, sort_keys=True).encode())
+def _checksum(raw: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(raw, sort_keys=True).encode())
 
 
 def intersect(a: Box, b: Box) -> Box | None:

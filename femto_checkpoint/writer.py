@@ -19,7 +19,7 @@ import attrs
 import cattrs
 import torch
 
-from femto_checkpoint.files import checksum_of, sync, write_json, write_safetensors
+from femto_checkpoint.files import FileSums, checksum_of, sync, write_json, write_safetensors
 from femto_checkpoint.folder import PARTIAL, REPLACED, latest_checkpoint, record, rotate
 from femto_checkpoint.index import FORMAT, Index, SavedTensor, Scalar, write_index
 from femto_checkpoint.snapshot import Snapshot, merge, merge_scalars
@@ -126,7 +126,7 @@ class Writer:
         }
         write_json(self.partial / f"{self._name}.done", share)
 
-    def _write_model(self) -> dict[str, dict[str, int]]:
+    def _write_model(self) -> dict[str, FileSums]:
         folder = self.partial / MODEL
         if self.state.tokenizer_path.is_dir():
             shutil.copytree(self.state.tokenizer_path, folder)

@@ -54,8 +54,8 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
     load_weights(groups, model.weights)
     precision.sync_weights(groups)
     sharding.gather_weights()
-    grad_sync = hooks.grad_sync(config, mesh)
-    grad_sync.attach(stage)
+    grad_sync = hooks.grad_sync(config, mesh, sharding)
+    grad_sync.attach(stage, precision)
     stage.train()
 
     sampler = make_sampler(config, mesh, len(dataset))

@@ -98,8 +98,9 @@ class Hooks:
     def sharding(self, config: Config, mesh: Mesh) -> ShardingStrategy:
         return _seated("femto_sharding", self.manager.hook.femto_sharding(config=config, mesh=mesh))
 
-    def grad_sync(self, config: Config, mesh: Mesh) -> GradientSynchronizer:
-        return _seated("femto_grad_sync", self.manager.hook.femto_grad_sync(config=config, mesh=mesh))
+    def grad_sync(self, config: Config, mesh: Mesh, sharding: ShardingStrategy) -> GradientSynchronizer:
+        synchronizer = self.manager.hook.femto_grad_sync(config=config, mesh=mesh, sharding=sharding)
+        return _seated("femto_grad_sync", synchronizer)
 
     def optimizer(self, config: Config, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
         return _seated("femto_optimizer", self.manager.hook.femto_optimizer(config=config, groups=groups))

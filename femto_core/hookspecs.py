@@ -149,8 +149,8 @@ def femto_sharding(config: Config, mesh: Mesh) -> ShardingStrategy | None:
 
 
 @spec(firstresult=True)
-def femto_grad_sync(config: Config, mesh: Mesh) -> GradientSynchronizer | None:
-    """Return what sums gradients over ranks. A strategy that also shards may return the same object in both seats.
+def femto_grad_sync(config: Config, mesh: Mesh, sharding: ShardingStrategy) -> GradientSynchronizer | None:
+    """Return what sums gradients over ranks; where the strategy in the sharding seat does that too, `sharding` itself.
 
     When: after sharding. None: the next implementation is asked. Default: bucketed all-reduce; nothing on one rank.
     """

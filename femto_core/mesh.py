@@ -140,6 +140,13 @@ class Mesh:
         present = [axis for axis in axes if self.size(axis) > 1] or axes[:1]
         return self._mesh.get_group(present[0]) if len(present) == 1 else self._joint[frozenset(present)]
 
+    def another_group(self, axis: str) -> dist.ProcessGroup:
+        """Return a second group over the ranks of `axis`, for collectives that follow no common order with the first's.
+
+        Called by every rank of the world.
+        """
+        return self._build_joint(frozenset([axis]))
+
     def sum(self, tensor: torch.Tensor, *axes: str) -> torch.Tensor:
         """Sum `tensor` in place over the ranks of `axes` and return it; nothing is sent where that is one rank."""
         present = [axis for axis in axes if self.size(axis) > 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -151,11 +152,23 @@ class Stage:
             for module, key in places[id(old)]:
                 module._parameters[key] = new
 
-    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Give every parameter memory (with no values yet) and every buffer its values."""
-        self.replace_parameters(
-            lambda _, old: nn.Parameter(torch.empty(old.shape, dtype=dtype, device=device), old.requires_grad)
-        )
+    def allocate(
+        self,
+        device: torch.device,
+        dtype_of: Callable[[str], torch.dtype],
+        given: Mapping[str, nn.Parameter] = MappingProxyType({}),
+    ) -> None:
+        """Give every parameter memory with no values yet, and every buffer its values.
+
+        A parameter named in `given` takes that one's place, any other a tensor of its own in the dtype for its name.
+        """
+
+        def make(name: str, old: nn.Parameter) -> nn.Parameter:
+            if name in given:
+                return given[name]
+            return nn.Parameter(torch.empty(old.shape, dtype=dtype_of(name), device=device), old.requires_grad)
+
+        self.replace_parameters(make)
         self.compute_buffers(device)
 
     def compute_buffers(self, device: torch.device) -> None:

@@ -66,10 +66,13 @@ def grad_norm_squared(groups: Sequence[ParamGroup], mesh: Mesh) -> torch.Tensor:
 
     Every element of every parameter counts exactly once: what is replicated, on its first rank only.
     """
-    grads = [g.master.grad for g in groups if g.master.grad is not None and g.layout.counts_on(mesh)]
+    grads = [g.compute.grad for g in groups if g.compute.grad is not None and g.layout.counts_on(mesh)]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=mesh.device)
-    norms = torch._foreach_norm(grads)
+    norms: list[torch.Tensor] = []
+    for dtype in {grad.dtype for grad in grads}:
+        wide = torch.promote_types(dtype, torch.float32)
+        norms.extend(torch._foreach_norm([grad for grad in grads if grad.dtype == dtype], dtype=wide))
     return torch.stack([n.double() for n in norms]).square().sum()
 
 

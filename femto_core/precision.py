@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from femto_core.layout import ParamLayout
+from femto_core.model import Stage
 
 
 @attrs.frozen(kw_only=True)
@@ -32,14 +33,25 @@ class ParamGroup:
 
 
 class MixedPrecisionManager(Protocol):
-    """Keeps `ParamGroup`s in step. One step: copy_grads_to_master, (clip, update), sync_weights, zero_grad."""
+    """Decides dtypes and keeps `ParamGroup`s in step.
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype the stage is given memory in."""
+    One step, for each of the `parts` in turn: copy_grads_to_master, (clip, update), sync_weights, zero_grad.
+    """
+
+    def dtype_of(self, name: str, stage: Stage) -> torch.dtype:
+        """Return the dtype in which the parameter `name` of the stage computes."""
+
+    def accumulate_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of parameters of dtype `compute` add up over micro-batches."""
+
+    def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """Return the dtype in which they travel between ranks: as wide as `accumulate_dtype`, or narrower."""
 
     def make_group(self, name: str, compute: nn.Parameter, layout: ParamLayout) -> ParamGroup:
         """Pair a parameter (or share) with its master."""
+
+    def parts(self, groups: Sequence[ParamGroup]) -> Sequence[Sequence[ParamGroup]]:
+        """Divide `groups` into those to be updated together, so that not all gradients are there twice at once."""
 
     def copy_grads_to_master(self, groups: Sequence[ParamGroup]) -> None:
         """Make each `master.grad` the gradient that `compute` has after reduction."""
@@ -57,12 +69,20 @@ class SinglePrecision:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
+    def dtype_of(self, name: str, stage: Stage) -> torch.dtype:
         return self._dtype
+
+    def accumulate_dtype(self, compute: torch.dtype) -> torch.dtype:
+        return compute
+
+    def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
+        return compute
 
     def make_group(self, name: str, compute: nn.Parameter, layout: ParamLayout) -> ParamGroup:
         return ParamGroup(name=name, compute=compute, master=compute, layout=layout)
+
+    def parts(self, groups: Sequence[ParamGroup]) -> Sequence[Sequence[ParamGroup]]:
+        return [groups]
 
     def copy_grads_to_master(self, groups: Sequence[ParamGroup]) -> None:
         pass

@@ -39,7 +39,7 @@ class Replicated:
         self._device = device
 
     def make_master(self, stage: Stage, precision: MixedPrecisionManager) -> list[ParamGroup]:
-        stage.allocate(self._device, precision.compute_dtype)
+        stage.allocate(self._device, lambda name: precision.dtype_of(name, stage))
         return [precision.make_group(name, p, stage.layouts[name]) for name, p in stage.named_parameters()]
 
     def reduce_grads(self) -> None:

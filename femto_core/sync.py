@@ -6,23 +6,25 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import attrs
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from femto_core import collectives
+from femto_core.buckets import Bucket, GradientCollector
+from femto_core.collectives import Pending
 from femto_core.mesh import DP, Mesh
 from femto_core.model import Stage
+from femto_core.precision import MixedPrecisionManager
 
 
 class GradientSynchronizer(Protocol):
     """Sums gradients over `dp` and over each layout's partial axes. Gradients are sums: nothing is averaged."""
 
-    def attach(self, stage: Stage) -> None:
+    def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
         """Start to watch the stage's parameters, which have memory by now."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, backward only accumulates: for all micro-batches but the last."""
+        """Around the backward of each micro-batch but the last: there is more to come."""
 
     def sync_gradients(self) -> None:
         """After the last backward: have every gradient complete on return; zero where a parameter was not used."""
@@ -38,13 +40,15 @@ class GradientSynchronizer(Protocol):
 
 
 class NoSync:
-    """One rank has seen all the data. Only the promise about unused parameters remains to be kept."""
+    """One rank has seen all the data: gradients add up where autograd puts them."""
 
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
 
-    def attach(self, stage: Stage) -> None:
+    def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
         self._parameters = [p for _, p in stage.named_parameters() if p.requires_grad]
+        for parameter in self._parameters:
+            set_grad_dtype(parameter, precision)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -52,7 +56,7 @@ class NoSync:
     def sync_gradients(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -64,70 +68,70 @@ class NoSync:
         self._parameters = []
 
 
-@attrs.define(eq=False)
-class _Bucket:
-    """Gradients that travel together: `flat` is their storage, each parameter's gradient a view of it."""
-
-    axes: tuple[str, ...]
-    flat: torch.Tensor
-    views: dict[nn.Parameter, torch.Tensor]
-    waiting: set[nn.Parameter] = attrs.field(factory=set)
-
-
 class AllReduce:
     """Sums gradients in buckets, each sent as soon as it is full while backward goes on (Li et al. 2020, 3.2).
 
-    A gradient lives in its bucket from its first micro-batch on: later ones are added in place, so that there is one
-    copy of all gradients and none is moved before or after communication. Buckets are always sent in the same order, so
-    that ranks which used different parameters still meet in the same collectives.
+    A gradient is collected in its bucket from its first micro-batch on, in the dtype that the precision wants sums in:
+    there is one copy of all gradients.
     """
 
     def __init__(self, mesh: Mesh, bucket_mib: float) -> None:
         self._mesh = mesh
         self._bucket_bytes = int(bucket_mib * 2**20)
-        self._buckets: list[_Bucket] = []
-        self._home: dict[nn.Parameter, _Bucket] = {}
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._works: list[dist.Work] = []
-        self._sent = 0
-        self._accumulate_only = False
+        self._collector = GradientCollector([], self._send)
+        self._under_way: list[tuple[Bucket, torch.Tensor, Pending]] = []
 
-    def attach(self, stage: Stage) -> None:
+    def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
         """Lay out the buckets in reverse order of the parameters, about the order in which backward completes them."""
         open_buckets: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
+        buckets: list[Bucket] = []
+
+        def close_bucket(axes: tuple[str, ...], members: list[nn.Parameter]) -> None:
+            dtype = members[0].dtype
+            buckets.append(
+                Bucket(
+                    members,
+                    dtype=precision.accumulate_dtype(dtype),
+                    wire_dtype=precision.reduce_dtype(dtype),
+                    group=self._mesh.group(*axes) if axes else None,
+                )
+            )
+
         for name, parameter in reversed(list(stage.named_parameters())):
             if not parameter.requires_grad:
                 continue
+            set_grad_dtype(parameter, precision)
             axes = tuple(a for a in sorted({DP, *stage.layouts[name].partial}) if self._mesh.size(a) > 1)
             key = (axes, parameter.dtype)
             members = open_buckets.setdefault(key, [])
             size = sum(p.numel() for p in members) * parameter.element_size()
             if members and size + parameter.numel() * parameter.element_size() > self._bucket_bytes:
-                self._close_bucket(axes, open_buckets.pop(key))
+                close_bucket(axes, open_buckets.pop(key))
                 members = open_buckets.setdefault(key, [])
             members.append(parameter)
         for (axes, _), members in open_buckets.items():
-            self._close_bucket(axes, members)
-        self._reset()
+            close_bucket(axes, members)
+        self._collector = GradientCollector(buckets, self._send)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        self._accumulate_only = True
+        self._collector.holding = True
         try:
             yield
         finally:
-            self._accumulate_only = False
+            self._collector.holding = False
 
     def sync_gradients(self) -> None:
-        for bucket in self._buckets[self._sent :]:
-            for parameter, view in bucket.views.items():
-                if parameter.grad is None:  # not used here, but perhaps on another rank
-                    parameter.grad = view.zero_()
-            bucket.waiting.clear()
-        self._send_full()
-        for work in self._works:
-            work.wait()
-        self._reset()
+        self._collector.flush()
+        collectives.advance([pending for _, _, pending in self._under_way])
+        for bucket, wire, pending in self._under_way:
+            pending.wait()
+            if wire is not bucket.flat:
+                bucket.flat.copy_(wire)
+        self._under_way = []
+        for bucket in self._collector.buckets:
+            bucket.hand_over()
+        self._collector.begin()
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -136,44 +140,17 @@ class AllReduce:
         pass
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._buckets, self._home = [], [], {}
+        self._collector.close()
 
-    def _close_bucket(self, axes: tuple[str, ...], members: list[nn.Parameter]) -> None:
-        flat = torch.empty(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
-        parts = torch.split(flat, [p.numel() for p in members])
-        bucket = _Bucket(axes, flat, {p: part.view_as(p) for p, part in zip(members, parts, strict=True)})
-        self._buckets.append(bucket)
-        for parameter in members:
-            self._home[parameter] = bucket
-            handle = parameter.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+    def _send(self, bucket: Bucket) -> None:
+        if bucket.group is not None:
+            wire = bucket.flat.to(bucket.wire_dtype)
+            collectives.advance([pending for _, _, pending in self._under_way])
+            self._under_way.append((bucket, wire, collectives.all_reduce(wire, bucket.group)))
 
-    def _on_grad(self, parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        bucket = self._home[parameter]
-        view = bucket.views[parameter]
-        if parameter.grad is not view:
-            assert parameter.grad is not None
-            view.copy_(parameter.grad)
-            parameter.grad = view
-        if not self._accumulate_only:
-            if parameter not in bucket.waiting:
-                raise RuntimeError("a gradient came twice in one step: an earlier backward failed; build a new trainer")
-            bucket.waiting.remove(parameter)
-            self._send_full()
 
-    def _send_full(self) -> None:
-        while self._sent < len(self._buckets) and not self._buckets[self._sent].waiting:
-            bucket = self._buckets[self._sent]
-            if bucket.axes:
-                work = dist.all_reduce(bucket.flat, group=self._mesh.group(*bucket.axes), async_op=True)
-                assert work is not None
-                self._works.append(work)
-            self._sent += 1
-
-    def _reset(self) -> None:
-        self._works, self._sent = [], 0
-        for bucket in self._buckets:
-            bucket.waiting = set(bucket.views)
+def set_grad_dtype(parameter: nn.Parameter, precision: MixedPrecisionManager) -> None:
+    """Have `parameter.grad` in the dtype in which the precision wants gradients to add up."""
+    dtype = precision.accumulate_dtype(parameter.dtype)
+    if dtype != parameter.dtype:
+        parameter.grad_dtype = dtype

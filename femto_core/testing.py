@@ -140,11 +140,14 @@ def train_job(values: Mapping[str, Any], plugins: Sequence[str], task: RandomTas
     trainer = make_trainer(values, plugins, {"random_task": task or RandomTask()})
     gradients: list[dict[str, torch.Tensor]] = []
 
-    def keep(*_: Any) -> None:
-        gradients.append({g.name: g.master.grad.clone() for g in trainer.groups if g.master.grad is not None})
+    def keep(*_: Any) -> None:  # called for each part of the parameters that is updated together
+        gradients[-1] |= {g.name: g.master.grad.clone() for g in trainer.groups if g.master.grad is not None}
 
     handle = trainer.optimizer.register_step_pre_hook(keep)
-    infos = [trainer.train_step() for _ in range(trainer.config.train.stop_after or trainer.config.train.steps)]
+    infos = []
+    for _ in range(trainer.config.train.stop_after or trainer.config.train.steps):
+        gradients.append({})
+        infos.append(trainer.train_step())
     handle.remove()
     part = {
         "losses": [info.loss for info in infos],

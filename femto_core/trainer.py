@@ -97,16 +97,13 @@ class Trainer:
         loss = self.schedule.run(self.stage, micro_batches, self.loss, scale, self.grad_sync)
         self.grad_sync.sync_gradients()
         self.sharding.reduce_grads()
-        self.precision.copy_grads_to_master(self.groups)
         loss_sum, norm, self._stopping = self._reduce_numbers(loss)
         lr = self.config.optim.lr * self.lr_schedule(self.step)
         count = int(tokens)
         skip = not math.isfinite(norm) or count == 0
         if not skip:
-            clip_grads(self.groups, norm, self.config.optim.clip)
             set_lr(self.optimizer, lr)
-            self.optimizer.step()
-            self.precision.sync_weights(self.groups)
+            self._update(norm)
             self.sharding.gather_weights()
         self.precision.zero_grad(self.groups)
         self.sharding.post_step()
@@ -177,6 +174,15 @@ class Trainer:
         self.grad_sync.close()
         self.sharding.close()
         self.lock.release()
+
+    def _update(self, norm: float) -> None:
+        """Clip and update part after part: whoever has no gradient, the optimizer leaves alone."""
+        for part in self.precision.parts(self.groups):
+            self.precision.copy_grads_to_master(part)
+            clip_grads(part, norm, self.config.optim.clip)
+            self.optimizer.step()
+            self.precision.sync_weights(part)
+            self.precision.zero_grad(part)
 
     def _now_and_then(self, *, is_last: bool) -> None:
         every = self.config.checkpoint.every

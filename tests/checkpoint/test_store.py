@@ -174,10 +174,10 @@ def load_forged(path: Path) -> str:
     os.environ.pop("EVIL")
     index = json.loads((path / INDEX).read_text())
     index["files"][file.name] = written_files.checksum_of(file)
-    index.pop("crc32")
-    import zlib
+    index.pop("xxh3")
+    import xxhash
 
-    index["crc32"] = zlib.crc32(json.dumps(index, sort_keys=True).encode())
+    index["xxh3"] = xxhash.xxh3_64_hexdigest(json.dumps(index, sort_keys=True).encode())
     (path / INDEX).write_text(json.dumps(index))
     try:
         make_trainer(values(path.parent / "new", str(path)))
@@ -201,8 +201,8 @@ def test_loading_never_runs_code_from_a_file(pool: WorkerPool, copy: Path) -> No
         ("[]", "format None"),
         ("null", "format None"),
         ("{}", "format None"),
-        ('{"format": "femto-checkpoint-1"}', "has format 'femto-checkpoint-1'; this femto reads 'femto-checkpoint-2'"),
-        ('{"format": "femto-checkpoint-2"}', "damaged"),
+        ('{"format": "femto-checkpoint-1"}', "has format 'femto-checkpoint-1'; this femto reads 'femto-checkpoint-3'"),
+        ('{"format": "femto-checkpoint-3"}', "damaged"),
     ],
     ids=str,
 )

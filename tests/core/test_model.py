@@ -74,7 +74,7 @@ def hugging_face(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -
 
 def ready(full: FullModel, layers: range | None = None, dtype: torch.dtype = torch.float64) -> Stage:
     stage = Stage(full, range(full.config.num_hidden_layers) if layers is None else layers, frozenset({"dp"}))
-    stage.allocate(CPU, dtype)
+    stage.allocate(CPU, lambda _: dtype)
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             [values] = full.weights.read(stage.layouts[name].name, stage.layouts[name].owned())
@@ -238,7 +238,7 @@ def test_a_buffer_that_nobody_can_compute_is_refused_by_name() -> None:
     full = build_model(section(), seed=0)
     full.module.model.layers[1].mlp.register_buffer("thresholds", torch.ones(3), persistent=False)
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp.*thresholds.*not supported"):
-        Stage(full, range(LAYERS), frozenset()).allocate(CPU, torch.float32)
+        Stage(full, range(LAYERS), frozenset()).allocate(CPU, lambda _: torch.float32)
 
 
 # Architectures that do not fit.

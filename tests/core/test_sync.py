@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import backward
 
+from femto_core import collectives
 from femto_core.layout import ParamLayout
 from femto_core.mesh import Axis, Mesh
 from femto_core.model import Stage
+from femto_core.precision import SinglePrecision
 from femto_core.sync import AllReduce, NoSync
 from femto_core.testing import RandomTask, WorkerPool, make_trainer
 from femto_core.workers import WorkerFailedError
@@ -82,7 +84,7 @@ def make_parts(partial: Sequence[str] = (), frozen: Sequence[str] = ()) -> Parts
 
 def attached(mesh: Mesh, parts: Parts, bucket_mib: float) -> AllReduce:
     sync = AllReduce(mesh, bucket_mib)
-    sync.attach(cast(Stage, parts))
+    sync.attach(cast(Stage, parts), SinglePrecision(torch.float64))
     return sync
 
 
@@ -145,7 +147,7 @@ def accumulation() -> list[int]:
     sent = []
     times = {"one": 3.0, "matrix": 3.0, "last": 2.0}
     for _ in range(2):
-        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
+        with mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as calls:
             for names in (ALL, ("one", "matrix"), ("matrix",)):
                 with sync.no_sync():
                     backward(parts.use(names, 10.0**mesh.rank))
@@ -203,7 +205,7 @@ def partial_without_dp() -> bool:
     mesh = Mesh([TP], CPU)
     parts = make_parts(partial=("one", "large"))
     sync = attached(mesh, parts, 0.0)
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
+    with mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as calls:
         backward(parts.use(ALL, 10.0**mesh.rank))
         sync.sync_gradients()
     assert calls.call_count == 2, "what no other rank has a share of needs no communication"
@@ -220,7 +222,7 @@ def order_of_sends() -> list[int]:
     parts = make_parts(partial=("seven",))
     sync = attached(mesh, parts, 0.0)
     orders = [ALL, ALL[::-1], ("large", "one"), ("seven", "last")]
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
+    with mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as calls:
         for step in range(4):
             for name in orders[(mesh.rank + step) % 4]:  # several graphs, so that hooks fire in this very order
                 with sync.no_sync():
@@ -244,7 +246,7 @@ def sent_during_backward() -> tuple[int, int]:
     names = dict(layers.named_parameters())
     parts = Parts(names, {name: ParamLayout.whole(name, p.shape, ()) for name, p in names.items()})
     sync = attached(mesh, parts, 0.0)
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
+    with mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as calls:
         seen: list[int] = []
         x = torch.ones(1, 4, requires_grad=True)
         x.register_hook(lambda _: seen.append(calls.call_count))  # type: ignore[no-untyped-call]
@@ -423,7 +425,7 @@ def test_when_one_rank_raises_the_others_are_not_waited_for() -> None:
 def test_one_rank_alone_only_fills_in_zeros() -> None:
     parts = make_parts(frozen=("seven",))
     sync = NoSync()
-    sync.attach(cast(Stage, parts))
+    sync.attach(cast(Stage, parts), SinglePrecision(torch.float64))
     with sync.no_sync():
         backward(parts.use(("one", "large"), 2.0))
     backward(parts.use(("one",), 1.0))

@@ -22,6 +22,7 @@ from femto_core.optim import LRSchedule
 from femto_core.precision import MixedPrecisionManager, ParamGroup
 from femto_core.schedule import Schedule, Sequential
 from femto_core.sharding import Replicated, ShardingStrategy
+from femto_core.precision import MixedPrecisionManager
 from femto_core.sync import AllReduce, GradientSynchronizer
 from femto_core.testing import (
     TINY,
@@ -309,8 +310,8 @@ class SkipsAParameter(RandomTask):
         hidden = self.hidden
 
         class Forgetful(AllReduce):
-            def attach(self, stage: Stage) -> None:
-                super().attach(cast("Stage", SomeParameters(stage, hidden)))
+            def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
+                super().attach(cast("Stage", SomeParameters(stage, hidden)), precision)
 
         return Forgetful(mesh, 25.0)
 
@@ -323,9 +324,8 @@ class AveragesRanks(RandomTask):
         class Mean(AllReduce):
             def sync_gradients(self) -> None:
                 super().sync_gradients()
-                for parameter in self._home:
-                    assert parameter.grad is not None
-                    parameter.grad /= mesh.world_size
+                for bucket in self._collector.buckets:
+                    bucket.flat.div_(mesh.world_size)
 
         return Mean(mesh, 25.0)
 
@@ -336,17 +336,16 @@ class SyncsEveryMicroBatch(RandomTask):
     @hookimpl
     def femto_grad_sync(self, mesh: Mesh) -> GradientSynchronizer:
         class Eager(AllReduce):
-            def attach(self, stage: Stage) -> None:
-                super().attach(stage)
+            def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
+                super().attach(stage, precision)
                 self.counts = 0
 
             @contextlib.contextmanager
             def no_sync(self) -> Iterator[None]:
                 with super().no_sync():
                     yield
-                for parameter in self._home:
-                    if parameter.grad is not None:
-                        mesh.sum(parameter.grad, "dp")
+                for bucket in self._collector.buckets:
+                    mesh.sum(bucket.flat, "dp")
 
         return Eager(mesh, 25.0)
 

@@ -1,0 +1,180 @@
+"""Gradients on their way to other ranks: collected in flat buckets, which are sent in one order everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+
+ALIGNMENT = 16
+"""Elements: every tensor in a vector, and every rank's share of it, begins where kernels and networks like it."""
+
+
+@attrs.frozen
+class Packing:
+    """Tensors end to end in one vector [shares * share_numel] that is cut into equal shares."""
+
+    sizes: tuple[int, ...]
+    """Elements of each tensor."""
+    shares: int
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each tensor begins."""
+        starts, end = [], 0
+        for size in self.sizes:
+            starts.append(end)
+            end += _aligned(size)
+        return tuple(starts)
+
+    @property
+    def share_numel(self) -> int:
+        """Elements of one share, those that are only filling included."""
+        total = sum(_aligned(size) for size in self.sizes)
+        return _aligned((total + self.shares - 1) // self.shares)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole vector."""
+        return self.share_numel * self.shares
+
+    def owned(self, share: int) -> list[tuple[int, int]]:
+        """Return for each tensor the range of its elements that lies in a share; (0, 0) where none does."""
+        low, high = share * self.share_numel, (share + 1) * self.share_numel
+        ranges = []
+        for start, size in zip(self.starts, self.sizes, strict=True):
+            first, last = max(low - start, 0), min(high - start, size)
+            ranges.append((first, last) if first < last else (0, 0))
+        return ranges
+
+    def cut(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return each tensor's part [size] of the whole vector."""
+        return [vector[start : start + size] for start, size in zip(self.starts, self.sizes, strict=True)]
+
+    def cut_share(self, vector: torch.Tensor, share: int) -> list[torch.Tensor]:
+        """Return each tensor's part of a share [share_numel] alone: the ranges that `owned` names."""
+        low = share * self.share_numel
+        parts = []
+        for start, (first, last) in zip(self.starts, self.owned(share), strict=True):
+            begin = start + first - low if first < last else 0
+            parts.append(vector[begin : begin + last - first])
+        return parts
+
+
+class Bucket:
+    """Parameters whose gradients travel together: parts of one flat tensor, in the parameters' order.
+
+    `flat` has memory from the first gradient on, until `release`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Sums are kept in `dtype` and sent in `wire_dtype` along `group`; None: this rank alone has all of them."""
+        self.parameters = list(parameters)
+        self.dtype, self.wire_dtype, self.group = dtype, wire_dtype, group
+        self.packing = Packing(tuple(p.numel() for p in self.parameters), group.size() if group else 1)
+        self.waiting = set(self.parameters)
+        """Those without a gradient in the backward under way."""
+        self._flat = torch.empty(0, dtype=dtype)
+        self._views: dict[nn.Parameter, torch.Tensor] = {}
+        self._filled: set[nn.Parameter] = set()
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The sums so far; places of parameters without a gradient have no values before `fill_gaps`."""
+        if not self._views:
+            self._flat = torch.empty(self.packing.numel, dtype=self.dtype, device=self.parameters[0].device)
+            parts = self.packing.cut(self._flat)
+            self._views = {p: part.view_as(p) for p, part in zip(self.parameters, parts, strict=True)}
+        return self._flat
+
+    def collect(self, parameter: nn.Parameter) -> None:
+        """Move a parameter's gradient into the bucket, adding to what is there."""
+        assert parameter.grad is not None
+        _ = self.flat
+        view = self._views[parameter]
+        view.add_(parameter.grad) if parameter in self._filled else view.copy_(parameter.grad)
+        self._filled.add(parameter)
+        parameter.grad = None
+
+    def fill_gaps(self) -> None:
+        """Write zeros where no gradient came: a parameter not used here may have been used on another rank."""
+        _ = self.flat
+        for parameter, view in self._views.items():
+            if parameter not in self._filled:
+                view.zero_()
+
+    def hand_over(self) -> None:
+        """Make each parameter's `grad` its part of the bucket; the next gradient starts anew."""
+        for parameter, view in self._views.items():
+            parameter.grad = view
+        self._filled.clear()
+
+    def release(self) -> None:
+        """Drop the memory of the sums."""
+        self._flat, self._views = torch.empty(0, dtype=self.dtype), {}
+        self._filled.clear()
+
+
+class GradientCollector:
+    """Watches parameters, moves each gradient into its bucket as backward produces it, and sends full buckets.
+
+    Buckets are sent in the order given, whatever the order in which they fill, so that ranks which used different
+    parameters still meet in the same collectives.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], send: Callable[[Bucket], None]) -> None:
+        self.buckets = list(buckets)
+        self.holding = False
+        """While set, gradients are only collected."""
+        self._send = send
+        self._sent = 0
+        self._home = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self._handles = [p.register_post_accumulate_grad_hook(self._on_grad) for p in self._home]  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """A backward is about to start whose buckets are to be sent."""
+        self._sent = 0
+        for bucket in self.buckets:
+            bucket.waiting = set(bucket.parameters)
+
+    def flush(self) -> None:
+        """The backward is over: send what is left, with zeros for parameters that got no gradient."""
+        for bucket in self.buckets[self._sent :]:
+            bucket.fill_gaps()
+            bucket.waiting.clear()
+        self._send_full()
+
+    def close(self) -> None:
+        """Stop watching; drop the buckets."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._home, self.buckets = [], {}, []
+
+    def _on_grad(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        bucket = self._home[parameter]
+        if not self.holding and parameter not in bucket.waiting:
+            raise RuntimeError("a gradient came twice in one step: an earlier backward failed; build a new trainer")
+        bucket.collect(parameter)
+        if not self.holding:
+            bucket.waiting.remove(parameter)
+            self._send_full()
+
+    def _send_full(self) -> None:
+        while self._sent < len(self.buckets) and not self.buckets[self._sent].waiting:
+            self._sent += 1
+            self._send(self.buckets[self._sent - 1])
+
+
+def _aligned(numel: int) -> int:
+    return (numel + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

@@ -1,0 +1,163 @@
+"""Stage 3: weights, gradients and updates in shards; a unit's weights are whole only while it computes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from femto_core.mesh import DP, Mesh
+from femto_core.model import Stage
+from femto_core.precision import MixedPrecisionManager, ParamGroup
+from femto_zero.flat import FlatParameters, kinds_of
+from femto_zero.gradients import GradientShards, Stateless
+from femto_zero.units import Unit, plan_units
+
+
+class ShardedWeights(Stateless):
+    """Gathers each unit ahead of its use and drops it after (Rajbhandari et al. 2020, 5.3; Zhao et al. 2023, 3 and 4).
+
+    Sits in the sharding seat and in that of gradient synchronisation. Module hooks see a unit's forward come and go. A
+    hook on its outputs sees its backward come; it is over when the next unit's comes, or the micro-batch's ends.
+    """
+
+    def __init__(self, mesh: Mesh, *, every_micro_batch: bool, prefetch: int, reshard_after_forward: bool) -> None:
+        """`prefetch`: how many units to gather ahead of the one that computes."""
+        self._mesh = mesh
+        self._every_micro_batch = every_micro_batch
+        self._prefetch = prefetch
+        self._reshard_after_forward = reshard_after_forward
+        self._units: list[Unit] = []
+        self._in_backward: list[Unit] = []
+        self._used: dict[Unit, set[nn.Module]] = {}
+        self._modules: dict[Unit, int] = {}
+        self._groups: dict[str, ParamGroup] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._gradients: GradientShards
+
+    def make_master(self, stage: Stage, precision: MixedPrecisionManager) -> list[ParamGroup]:
+        names = [name for name, _ in stage.named_parameters()]
+        group, device = self._mesh.group(DP), self._mesh.device
+        plans = plan_units(stage)
+        for plan in plans:
+            flats = [
+                FlatParameters(members, stage, kind, group, device)
+                for kind, members in kinds_of(plan.parameters, stage, precision, self._mesh).items()
+            ]
+            self._units.append(Unit(plan.name, flats, in_backward=plan.in_backward))
+        flats = [flat for unit in self._units for flat in unit.flats]
+        sharded = {name: parameter for flat in flats for name, parameter in flat.parameters.items()}
+        if missing := sorted(set(names) - set(sharded)):
+            raise RuntimeError(f"no unit has the parameter {missing[0]}")
+        stage.allocate(device, lambda name: precision.dtype_of(name, stage), sharded)
+        for flat in flats:
+            self._groups |= flat.make_groups(stage.layouts, precision)
+        for unit, plan in zip(self._units, plans, strict=True):
+            self._watch(unit, plan.modules)
+        trainable = [flat for flat in reversed(flats) if flat.kind.trainable]
+        # Ranks that use different parameters reduce and gather in different orders: two groups keep them apart.
+        reductions = self._mesh.another_group(DP) if self._mesh.size(DP) > 1 else group
+        self._gradients = GradientShards(
+            trainable, self._mesh, precision, every_micro_batch=self._every_micro_batch, group=reductions
+        )
+        return [self._groups[name] for name in names]
+
+    def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self._gradients.no_sync():
+            yield
+        self._end_backward()
+
+    def sync_gradients(self) -> None:
+        self._gradients.sync()
+        self._end_backward()
+
+    def reduce_grads(self) -> None:
+        self._gradients.hand_over(self._groups)
+
+    def gather_weights(self) -> None:
+        for unit in self._units:
+            unit.release()  # what is gathered is out of date; the next forward gathers anew
+
+    def post_step(self) -> None:
+        for unit in self._units:
+            unit.release()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._gradients.close()
+        self._handles, self._units, self._in_backward, self._groups = [], [], [], {}
+        self._used, self._modules = {}, {}
+
+    def _watch(self, unit: Unit, modules: tuple[nn.Module, ...]) -> None:
+        self._used[unit], self._modules[unit] = set(), len(modules)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before(module: nn.Module, _inputs: Any) -> None:
+            self._before_forward(unit)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def after(module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            self._after_forward(unit, module, outputs)
+
+        for module in modules:
+            self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _before_forward(self, unit: Unit) -> None:
+        unit.gather()
+        if not _in_backward():  # recomputation goes its own way
+            place = self._units.index(unit)
+            for following in self._units[place + 1 : place + 1 + self._prefetch]:
+                following.start_gather()
+
+    def _after_forward(self, unit: Unit, module: nn.Module, outputs: Any) -> None:
+        if _in_backward():
+            return  # the backward of what was recomputed is about to come, and releases
+        used = self._used[unit]
+        used.add(module)
+        is_over = len(used) == self._modules[unit]
+        if is_over:
+            used.clear()
+        returns = [t for t in _tensors(outputs) if t.requires_grad] if torch.is_grad_enabled() else []
+        if returns and unit.in_backward:
+            for tensor in returns:
+                tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
+        # The last unit's backward comes next, so it stays.
+        stays = returns and (not self._reshard_after_forward or unit is self._units[-1])
+        if is_over and not (stays and unit.in_backward):
+            unit.release()
+
+    def _before_backward(self, unit: Unit) -> None:
+        for other in self._in_backward:
+            if other is not unit:
+                other.release()
+        self._in_backward = [unit]
+        unit.gather()
+        ahead = [other for other in self._units[: self._units.index(unit)] if other.in_backward]
+        for preceding in ahead[::-1][: self._prefetch]:
+            preceding.start_gather()
+
+    def _end_backward(self) -> None:
+        for unit in self._in_backward:
+            unit.release()
+        self._in_backward = []
+
+
+def _in_backward() -> bool:
+    """Tell whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if isinstance(outputs, dict):
+        outputs = tuple(outputs.values())
+    return [t for output in outputs for t in _tensors(output)] if isinstance(outputs, tuple | list) else []
