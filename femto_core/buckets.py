@@ -67,7 +67,8 @@ class Packing:
 class Bucket:
     """Parameters whose gradients travel together: parts of one flat tensor, in the parameters' order.
 
-    `flat` has memory from the first gradient on, until `release`.
+    `flat` has memory from the first gradient on, until `release`: in the dtype of sums if more micro-batches are to
+    come, otherwise in that in which it is sent.
     """
 
     def __init__(
@@ -84,23 +85,15 @@ class Bucket:
         self.packing = Packing(tuple(p.numel() for p in self.parameters), group.size() if group else 1)
         self.waiting = set(self.parameters)
         """Those without a gradient in the backward under way."""
-        self._flat = torch.empty(0, dtype=dtype)
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         self._filled: set[nn.Parameter] = set()
+        self.release()
 
-    @property
-    def flat(self) -> torch.Tensor:
-        """The sums so far; places of parameters without a gradient have no values before `fill_gaps`."""
-        if not self._views:
-            self._flat = torch.empty(self.packing.numel, dtype=self.dtype, device=self.parameters[0].device)
-            parts = self.packing.cut(self._flat)
-            self._views = {p: part.view_as(p) for p, part in zip(self.parameters, parts, strict=True)}
-        return self._flat
-
-    def collect(self, parameter: nn.Parameter) -> None:
+    def collect(self, parameter: nn.Parameter, *, more_to_come: bool) -> None:
         """Move a parameter's gradient into the bucket, adding to what is there."""
         assert parameter.grad is not None
-        _ = self.flat
+        if not self._filled:
+            self._allocate(self.dtype if more_to_come else self.wire_dtype)
         view = self._views[parameter]
         view.add_(parameter.grad) if parameter in self._filled else view.copy_(parameter.grad)
         self._filled.add(parameter)
@@ -108,7 +101,8 @@ class Bucket:
 
     def fill_gaps(self) -> None:
         """Write zeros where no gradient came: a parameter not used here may have been used on another rank."""
-        _ = self.flat
+        if not self._filled:
+            self._allocate(self.wire_dtype)
         for parameter, view in self._views.items():
             if parameter not in self._filled:
                 view.zero_()
@@ -116,13 +110,24 @@ class Bucket:
     def hand_over(self) -> None:
         """Make each parameter's `grad` its part of the bucket; the next gradient starts anew."""
         for parameter, view in self._views.items():
+            if parameter.grad_dtype != view.dtype:
+                parameter.grad_dtype = view.dtype
             parameter.grad = view
         self._filled.clear()
 
     def release(self) -> None:
         """Drop the memory of the sums."""
-        self._flat, self._views = torch.empty(0, dtype=self.dtype), {}
+        self.flat = torch.empty(0)
+        """The sums so far; places of parameters without a gradient have no values before `fill_gaps`."""
+        self._views = {}
         self._filled.clear()
+
+    def _allocate(self, dtype: torch.dtype) -> None:
+        if self._views and self.flat.dtype == dtype:
+            return
+        self.flat = torch.empty(self.packing.numel, dtype=dtype, device=self.parameters[0].device)
+        parts = self.packing.cut(self.flat)
+        self._views = {p: part.view_as(p) for p, part in zip(self.parameters, parts, strict=True)}
 
 
 class GradientCollector:
@@ -165,7 +170,7 @@ class GradientCollector:
         bucket = self._home[parameter]
         if not self.holding and parameter not in bucket.waiting:
             raise RuntimeError("a gradient came twice in one step: an earlier backward failed; build a new trainer")
-        bucket.collect(parameter)
+        bucket.collect(parameter, more_to_come=self.holding)
         if not self.holding:
             bucket.waiting.remove(parameter)
             self._send_full()

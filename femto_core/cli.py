@@ -12,8 +12,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -51,6 +52,8 @@ class CommandRegistry:
     """The subcommands there are; plugins add theirs through `femto_commands`."""
 
     commands: dict[str, Command] = attrs.field(factory=dict)
+    plugins: Sequence[str] = ()
+    """The names given with --plugins, which is no longer among a command's words."""
 
     def add(self, name: str, help: str, run: Callable[[Sequence[str]], int]) -> None:  # noqa: A002 - argparse's word
         """Add a subcommand. Raises `UserError` where the name is taken."""
@@ -102,6 +105,7 @@ def run_command(words: Sequence[str]) -> int:
     if name.endswith(".toml"):
         return train(words)
     plugin_names, rest = split_plugins(words)
+    registry.plugins = tuple(plugin_names)
     Hooks(activate(plugin_names).manager).commands(registry)
     if name in registry.commands:
         return registry.commands[name].run(rest[1:])
@@ -116,22 +120,33 @@ def run_command(words: Sequence[str]) -> int:
 
 def train(words: Sequence[str]) -> int:
     """Train: `[RUN.toml] [--plugins NAMES] [--section.key value ...]`."""
+    config, plugins = read_run("train", words, train.__doc__ or "")
+    with quiet_libraries():
+        train_run(config, plugins)
+    return 0
+
+
+def read_run(
+    command: str, words: Sequence[str], description: str, objects: Mapping[str, object] = MappingProxyType({})
+) -> tuple[Config, Plugins]:
+    """Return what `[RUN.toml] [--plugins NAMES] [--section.key value ...]` describes, checked by all active plugins.
+
+    `objects` are further plugins (see `activate`). Prints help and exits where `words` ask for it.
+    """
     plugin_names, rest = split_plugins(words)
     toml_path = rest.pop(0) if rest and not rest[0].startswith("-") else ""
     toml = read_toml(Path(toml_path)) if toml_path else {}
-    plugins = activate(plugin_names or _toml_plugins(toml, toml_path), _tracer())
+    plugins = activate(plugin_names or _toml_plugins(toml, toml_path), _tracer(), objects)
     hooks = Hooks(plugins.manager)
     cls = config_class(dict(hooks.config_section()))
     if any(word in HELP for word in rest):
         import tyro  # only for --help
 
-        tyro.cli(cls, args=["--help"], prog=f"{PROGRAM} train", description=train.__doc__)
+        tyro.cli(cls, args=["--help"], prog=f"{PROGRAM} {command}", description=description)
     active = tuple(plugin_names) or tuple(_toml_plugins(toml, toml_path))
     config = make_config(cls, {**toml, "plugins": list(active)}, parse_flags(rest, cls), toml_path)
     hooks.validate(config)
-    with quiet_libraries():
-        train_run(config, plugins)
-    return 0
+    return config, plugins
 
 
 def train_run(config: Config, plugins: Plugins) -> None:

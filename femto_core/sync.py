@@ -48,7 +48,7 @@ class NoSync:
     def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
         self._parameters = [p for _, p in stage.named_parameters() if p.requires_grad]
         for parameter in self._parameters:
-            set_grad_dtype(parameter, precision)
+            parameter.grad_dtype = precision.accumulate_dtype(parameter.dtype)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -100,7 +100,6 @@ class AllReduce:
         for name, parameter in reversed(list(stage.named_parameters())):
             if not parameter.requires_grad:
                 continue
-            set_grad_dtype(parameter, precision)
             axes = tuple(a for a in sorted({DP, *stage.layouts[name].partial}) if self._mesh.size(a) > 1)
             key = (axes, parameter.dtype)
             members = open_buckets.setdefault(key, [])
@@ -147,10 +146,3 @@ class AllReduce:
             wire = bucket.flat.to(bucket.wire_dtype)
             collectives.advance([pending for _, _, pending in self._under_way])
             self._under_way.append((bucket, wire, collectives.all_reduce(wire, bucket.group)))
-
-
-def set_grad_dtype(parameter: nn.Parameter, precision: MixedPrecisionManager) -> None:
-    """Have `parameter.grad` in the dtype in which the precision wants gradients to add up."""
-    dtype = precision.accumulate_dtype(parameter.dtype)
-    if dtype != parameter.dtype:
-        parameter.grad_dtype = dtype

@@ -103,7 +103,7 @@ class Trainer:
         skip = not math.isfinite(norm) or count == 0
         if not skip:
             set_lr(self.optimizer, lr)
-            self._update(norm)
+            self.update(norm)
             self.sharding.gather_weights()
         self.precision.zero_grad(self.groups)
         self.sharding.post_step()
@@ -120,6 +120,15 @@ class Trainer:
             skipped_total=self.skipped,
             seconds=self.meter.stop(),
         )
+
+    def update(self, norm: float) -> None:
+        """Clip by the global `norm` and update, part after part: what has no gradient, the optimizer leaves alone."""
+        for part in self.precision.parts(self.groups):
+            self.precision.copy_grads_to_master(part)
+            clip_grads(part, norm, self.config.optim.clip)
+            self.optimizer.step()
+            self.precision.sync_weights(part)
+            self.precision.zero_grad(part)
 
     def evaluate(self) -> float:
         """Return the mean loss over the held-out rows' valid targets; each token weighs alike, whatever the batch."""
@@ -174,15 +183,6 @@ class Trainer:
         self.grad_sync.close()
         self.sharding.close()
         self.lock.release()
-
-    def _update(self, norm: float) -> None:
-        """Clip and update part after part: whoever has no gradient, the optimizer leaves alone."""
-        for part in self.precision.parts(self.groups):
-            self.precision.copy_grads_to_master(part)
-            clip_grads(part, norm, self.config.optim.clip)
-            self.optimizer.step()
-            self.precision.sync_weights(part)
-            self.precision.zero_grad(part)
 
     def _now_and_then(self, *, is_last: bool) -> None:
         every = self.config.checkpoint.every

@@ -79,13 +79,11 @@ def memory(trainer: Trainer, peak_mib: float) -> str:
     """Set the measured peak beside what weights, gradients and optimizer state need by count."""
     estimate = 0
     for group in trainer.groups:
-        local = math.prod(group.layout.box.sizes)
-        owned = group.layout.flat[1] - group.layout.flat[0]
-        estimate += local * group.compute.element_size()
-        if group.master.requires_grad:
+        estimate += group.compute.nbytes
+        if group.trainable:
             same = group.master is group.compute
-            estimate += local * group.compute.element_size() + owned * group.master.element_size() * (2 if same else 4)
+            estimate += group.compute.nbytes + group.master.nbytes * (2 if same else 3)
     mib = estimate / 2**20
     what = "tensors" if trainer.mesh.device.type == "cuda" else "the whole process, Python and libraries included"
-    text = f"peak memory {peak_mib:,.0f} MiB ({what}); weights, gradients and optimizer state {mib:,.0f} MiB"
+    text = f"peak memory {peak_mib:,.0f} MiB ({what}); what rank 0 updates needs {mib:,.0f} MiB"
     return f"sane     {text}" if peak_mib >= mib else f"WARNING  {text}: less than they need; the measurement is wrong"

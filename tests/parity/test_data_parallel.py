@@ -22,7 +22,6 @@ from femto_core.optim import LRSchedule
 from femto_core.precision import MixedPrecisionManager, ParamGroup
 from femto_core.schedule import Schedule, Sequential
 from femto_core.sharding import Replicated, ShardingStrategy
-from femto_core.precision import MixedPrecisionManager
 from femto_core.sync import AllReduce, GradientSynchronizer
 from femto_core.testing import (
     TINY,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ZeroSection:
     """Sharding over data parallel ranks: stages 1 and 2."""
 
-    bucket_mib: float = attrs.field(default=25.0, validator=positive)
+    bucket_mib: float = attrs.field(default=10.0, validator=positive)
     """MiB of parameters that are reduced, and gathered, at a time."""
 
 
