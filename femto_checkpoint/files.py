@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import shutil
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -102,6 +103,17 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy the files of `source` into `target`, without their modes: what is read-only there must be writable here."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.rglob("*")):
+        copy = target / path.relative_to(source)
+        if path.is_dir():
+            copy.mkdir(exist_ok=True)
+        else:
+            shutil.copyfile(path, copy)
 
 
 def sync(path: Path) -> None:

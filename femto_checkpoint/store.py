@@ -5,17 +5,18 @@ from __future__ import annotations
 import pickle
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from femto_checkpoint.files import sync
-from femto_checkpoint.fit import check_identity, check_model, check_parameters, plain_config
+from femto_checkpoint.fit import check_identity, check_model, check_parameters, check_tokenizer, plain_config
 from femto_checkpoint.folder import committed, complete_checkpoints, latest_checkpoint, sweep
 from femto_checkpoint.index import MASTER, Checkpoint, DamagedError
 from femto_checkpoint.snapshot import plain_copy, restore, take_snapshot
-from femto_checkpoint.writer import Writer, partial_folder
+from femto_checkpoint.writer import Writer, partial_folder, reason_of
 from femto_core.checkpoint import RunState, Stateful
 from femto_core.errors import UserError
 from femto_core.mesh import Mesh
@@ -30,6 +31,8 @@ class CheckpointStore:
     def __init__(self, mesh: Mesh, section: CheckpointSection) -> None:
         self._mesh, self._section = mesh, section
         self._writer: Writer | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called, in another thread, on a rank that could not write: whoever trains may then end it early."""
 
     @property
     def saving(self) -> bool:
@@ -66,6 +69,7 @@ class CheckpointStore:
             parts={name: plain_copy(part.state_dict(), f"part {name!r}") for name, part in everything.items()},
             state=state,
             model=plain_config(state.model_config),
+            on_failure=lambda: self.on_failure(),
         )
         self._writer.start()
         if self._section.wait:
@@ -79,27 +83,29 @@ class CheckpointStore:
         writer, self._writer = self._writer, None
         if writer is None:
             return
-        ended, failure, said = writer.join(), writer.failure, ""
-        if not ended:
-            late = f"rank {writer.rank} has not written its share within {self._section.timeout:g} s"
-            said = writer.complaint(late)
-        elif failure is not None:
-            said = writer.complaint(failure)
-        answers = self._mesh.gather_objects((said, ended))
-        complaints = [text for text, _ in answers if text]
-        if not complaints:
+        if writer.rank:
+            writer.join()
+        # Rank 0 hears from the others first: it may be waiting for a share that will never come.
+        answers = self._mesh.gather_objects(("" if not writer.rank else writer.problem, not writer.rank or writer.ended))
+        said = ""
+        if not writer.rank:
+            writer.give_up(next((problem for problem, _ in answers if problem), ""))
+            writer.join()
+            said = "" if writer.failure is None else writer.complaint(reason_of(writer.failure))
+            if said and all(ended for _, ended in answers):
+                sweep(writer.final.parent)  # nobody writes any more; what a full disk needs most is room
+        said = self._mesh.from_first(said)  # what rank 0 committed is complete, whatever the others think of it
+        if not said:
             return
-        if self._mesh.rank == 0 and all(over for _, over in answers):
-            sweep(writer.final.parent)  # nobody writes any more; what a full disk needs most is room
-        if failure is not None and not isinstance(failure, OSError | UserError):
-            raise failure
-        raise UserError(complaints[0])
+        if writer.failure is not None and not isinstance(writer.failure, OSError | UserError):
+            raise writer.failure
+        raise UserError(said)
 
     def close(self) -> None:
         """Give a save under way a moment to get to disk, asking no other rank: the run ends on an error."""
         writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.join(LAST_CHANCE_S)
+        if writer is not None and not writer.join(LAST_CHANCE_S):
+            writer.give_up("the run has ended")
 
     def load(self, path: Path, state: RunState, *, weights_only: bool) -> None:
         """Fill `state` from the checkpoint at `path`, whatever layout saved it; every rank reads just what it needs.
@@ -112,6 +118,7 @@ class CheckpointStore:
             checkpoint = Checkpoint(path)
             check_parameters(checkpoint, state, everyones, same_dtype=not weights_only)
             check_model(checkpoint, state, weights_only=weights_only)
+            check_tokenizer(checkpoint, state)
             if not weights_only:
                 check_identity(checkpoint, state)
             files = self._files(checkpoint, state, weights_only=weights_only)

@@ -12,6 +12,7 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import attrs
 import cattrs
 import torch
 
-from femto_checkpoint.files import FileSums, checksum_of, sync, write_json, write_safetensors
+from femto_checkpoint.files import FileSums, checksum_of, copy_folder, sync, write_json, write_safetensors
 from femto_checkpoint.folder import PARTIAL, REPLACED, latest_checkpoint, record, rotate
 from femto_checkpoint.index import FORMAT, Index, SavedTensor, Scalar, write_index
 from femto_checkpoint.snapshot import Snapshot, merge, merge_scalars
@@ -45,9 +46,13 @@ class Writer:
     parts: dict[str, Any]
     state: RunState
     model: dict[str, Any]
+    on_failure: Callable[[], None]
+    """Called in the thread once `failure` is set."""
     failure: BaseException | None = None
     """What went wrong in the thread; raised in the training thread."""
     deadline: float = attrs.field(init=False)
+    _complete: bool = attrs.field(default=False, init=False)
+    _given_up: str = attrs.field(default="", init=False)
     _thread: threading.Thread = attrs.field(init=False)
 
     def start(self) -> None:
@@ -68,8 +73,21 @@ class Writer:
         """Whether the thread has come to its end, good or bad."""
         return not self._thread.is_alive()
 
+    def give_up(self, reason: str) -> None:
+        """Have rank 0 wait no longer for shares that will not come."""
+        self._given_up = reason
+
+    @property
+    def problem(self) -> str:
+        """What keeps this rank's share from being on disk by now, as rank 0 would say it; empty: nothing."""
+        if not self.ended:
+            return f"rank {self.rank} has not written its share within {self.section.timeout:g} s"
+        return "" if self.failure is None else f"rank {self.rank}: {reason_of(self.failure)}"
+
     def complaint(self, reason: object) -> str:
         """Return the sentence for a checkpoint that could not be written."""
+        if self._complete:
+            return f"checkpoint of step {self.step} is complete, but older ones could not be removed: {reason}"
         kept = latest_checkpoint(self.final.parent)
         return (
             f"checkpoint of step {self.step} could not be written to {self.final.parent}: {reason}; "
@@ -85,7 +103,8 @@ class Writer:
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
             self.failure = error
             self.snapshot, self.parts = None, {}
-            self._tell(str(error) or type(error).__name__)
+            self._tell(reason_of(error))
+            self.on_failure()
 
     def _tell(self, reason: str) -> None:
         """Let rank 0 know, even on a disk that is full or will not sync: an empty message says it too."""
@@ -108,6 +127,8 @@ class Writer:
         snapshot = self.snapshot
         assert snapshot is not None
         tensors, parts = self.partial / f"{self._name}.safetensors", self.partial / f"{self._name}.pt"
+        if not self.partial.is_dir():
+            raise OSError("it does not see the folder that rank 0 made; run.dir must be one folder for all machines")
         values = snapshot.tensors
         shapes = {key: tuple(value.shape) for key, value in values.items()}
         dtypes = {key: value.dtype for key, value in values.items()}
@@ -129,7 +150,7 @@ class Writer:
     def _write_model(self) -> dict[str, FileSums]:
         folder = self.partial / MODEL
         if self.state.tokenizer_path.is_dir():
-            shutil.copytree(self.state.tokenizer_path, folder)
+            copy_folder(self.state.tokenizer_path, folder)
         self.state.model_config.save_pretrained(folder)  # after the tokenizer: whose folder may hold another config
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         for path in [*files, *(p for p in folder.rglob("*") if p.is_dir()), folder]:
@@ -164,6 +185,7 @@ class Writer:
         self.partial.rename(self.final)
         sync(folder)
         record(folder, self.final.name)
+        self._complete = True
         shutil.rmtree(self.final.with_name(f"{REPLACED}{self.final.name}"), ignore_errors=True)
         rotate(folder, keep=self.section.keep, keep_every=self.section.keep_every)
 
@@ -173,11 +195,18 @@ class Writer:
         while not done.exists():
             if failed.exists():
                 raise OSError(f"rank {rank}: {failed.read_text(encoding='utf-8') or 'could not write its share'}")
+            if self._given_up:
+                raise OSError(self._given_up)
             if time.monotonic() > self.deadline:
                 raise OSError(f"rank {rank} has not written its share within {self.section.timeout:g} s")
             time.sleep(POLL_S)
         share: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
         return share
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what to say of `error`, which is never empty."""
+    return str(error) or type(error).__name__
 
 
 def partial_folder(folder: Path, step: int, token: str) -> Path:

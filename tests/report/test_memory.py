@@ -81,7 +81,7 @@ def test_a_real_step_needs_weights_gradients_and_optimizer_state_and_leaves_no_g
     parameters = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64 + 2 * 64 * 64
     floor = 4 * parameters
     assert [forward.name, backward.name, update.name] == ["forward", "backward", "update"]
-    assert 3 * floor < forward.peak < 3 * floor + 500_000, "weights, two moments, activations of 64 tokens"
+    assert 3 * floor < forward.peak < 3 * floor + 700_000, "weights, two moments, activations of 64 tokens"
     assert 4 * floor <= backward.after < 4.1 * floor, "and gradients, but no activations any more"
     assert 4 * floor <= update.peak < 4.1 * floor + 10_000
     assert 3 * floor <= update.after < 3.1 * floor + 10_000, "no gradient is left"
