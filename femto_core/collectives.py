@@ -15,6 +15,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
+ONE_ROUND_BYTES = 2**23
+"""Two ranks simply swap sums that are smaller: as many bytes, one round, and every rank adds all of it."""
 REDUCE_TAG, GATHER_TAG = 71, 72  # so that one kind may overtake the other on some ranks only
 _c10d: Any = dist
 # torch is renaming them; the old names warn.
@@ -47,9 +49,10 @@ def all_gather(whole: torch.Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def all_reduce(whole: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Start to sum `whole` over ranks, in place; its length is a multiple of the group's size."""
+    """Start to sum a contiguous `whole` over ranks, in place."""
     if _is_direct(group):
-        return _DirectAllReduce(whole, group)
+        small = group.size() == 2 and whole.nbytes <= ONE_ROUND_BYTES
+        return _DirectExchange(whole.view(-1), group) if small else _DirectAllReduce(whole.view(-1), group)
     return _native(dist.all_reduce(whole, group=group, async_op=True), whole)
 
 
@@ -80,10 +83,8 @@ def _native(work: dist.Work | None, *tensors: torch.Tensor) -> Pending:
 
 
 def _parts(whole: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return each rank's part of `whole`, whose length must be a multiple of the group's size."""
-    length, rest = divmod(whole.numel(), group.size())
-    if rest:
-        raise ValueError(f"{whole.numel()} elements do not divide into {group.size()} equal parts")
+    """Return each rank's part of `whole`: equal ones, but for the last where the length does not divide."""
+    length = -(-whole.numel() // group.size())
     return [whole[number * length : (number + 1) * length] for number in range(group.size())]
 
 
@@ -95,16 +96,19 @@ def _exchange(
     rank, size = group.rank(), group.size()
     for distance in range(1, size):  # everyone begins with another neighbour
         to, source = (rank + distance) % size, (rank - distance) % size
-        works.append(_c10d.irecv(incoming[source], group=group, group_src=source, tag=tag))
-        works.append(_c10d.isend(outgoing[to], group=group, group_dst=to, tag=tag))
+        if incoming[source].numel():
+            works.append(_c10d.irecv(incoming[source], group=group, group_src=source, tag=tag))
+        if outgoing[to].numel():
+            works.append(_c10d.isend(outgoing[to], group=group, group_dst=to, tag=tag))
     return [work for work in works if work is not None]
 
 
 class _DirectReduce:
     def __init__(self, whole: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._parts, self._share, self._rank = _parts(whole, group), share, group.rank()
-        self._received = [part if p == self._rank else torch.empty_like(part) for p, part in enumerate(self._parts)]
-        self._works = _exchange(self._parts, self._received, group, REDUCE_TAG) if whole.numel() else []
+        mine = self._parts[self._rank]  # parts of an uneven cut differ in length
+        self._received = [mine if p == self._rank else torch.empty_like(mine) for p in range(group.size())]
+        self._works = _exchange(self._parts, self._received, group, REDUCE_TAG)
 
     def wait(self) -> None:
         for work in self._works:
@@ -126,11 +130,26 @@ class _DirectGather:
     def __init__(self, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
         parts = _parts(whole, group)
         mine = [parts[group.rank()]] * group.size()
-        self._works = _exchange(mine, parts, group, GATHER_TAG) if whole.numel() else []
+        self._works = _exchange(mine, parts, group, GATHER_TAG)
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        self._works = []
+
+
+class _DirectExchange:
+    """Two ranks: each sends all it has, and adds what the other sent."""
+
+    def __init__(self, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._whole, self._received = whole, torch.empty_like(whole)
+        self._works = _exchange([whole] * 2, [self._received] * 2, group, REDUCE_TAG)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._works:
+            self._whole += self._received
         self._works = []
 
 

@@ -147,6 +147,15 @@ class Mesh:
         """
         return self._build_joint(frozenset([axis]))
 
+    def consecutive(self, axis: str, length: int) -> dist.ProcessGroup:
+        """Return this rank's group of `length` ranks in a row along `axis`. Called by every rank of the world."""
+        place = [a.name for a in self.axes].index(axis)
+        lines = self._mesh.mesh.movedim(place, -1).reshape(-1, length).tolist()
+        groups: dict[int, dist.ProcessGroup] = {}
+        for line in lines:
+            groups |= dict.fromkeys(line, dist.new_group(line))
+        return groups[self.rank]
+
     def sum(self, tensor: torch.Tensor, *axes: str) -> torch.Tensor:
         """Sum `tensor` in place over the ranks of `axes` and return it; nothing is sent where that is one rank."""
         present = [axis for axis in axes if self.size(axis) > 1]

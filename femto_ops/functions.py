@@ -87,7 +87,7 @@ def linear_cross_entropy(
     rows = chunk_rows(v, hidden.dtype, hidden.device) if chunk is None else chunk
     if rows < 1:
         raise ValueError(f"chunk = {rows}: at least one row of logits must be alive at a time.")
-    kept = _kept_rows(targets, v, ignore_index)
+    kept = kept_rows(targets, v, ignore_index)
     # Inside forward grad mode is always off and needs_input_grad ignores it, so it is asked for here.
     grad = torch.is_grad_enabled()
     args = (hidden, weight, targets, kept, label_smoothing, rows, grad)
@@ -110,7 +110,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _kept_rows(targets: Tensor, v: int, ignore_index: int) -> Tensor | None:
+def kept_rows(targets: Tensor, v: int, ignore_index: int) -> Tensor | None:
     """Return the index of the rows that count, or None if all do; raise IndexError for a target outside 0..v-1."""
     if targets.numel() == 0:
         return None
