@@ -11,8 +11,9 @@ from typing import Any, Literal
 import attrs
 import torch
 from safetensors import safe_open
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from femto_checkpoint.files import sync, write_json, write_safetensors
+from femto_checkpoint.files import copy_folder, sync, write_json, write_safetensors
 from femto_checkpoint.index import MASTER, Checkpoint
 from femto_checkpoint.writer import MODEL
 from femto_core.errors import UserError
@@ -65,7 +66,7 @@ def export(path: Path, config: ExportConfig) -> list[str]:
 
 
 def _write(checkpoint: Checkpoint, folder: Path, config: ExportConfig) -> dict[str, list[str]]:
-    shutil.copytree(checkpoint.path / MODEL, folder)  # the transformers config and the tokenizer
+    copy_folder(checkpoint.path / MODEL, folder)  # the transformers config and the tokenizer
     dtype = EXPORT_DTYPES[config.dtype]
     shapes = {name: checkpoint.index.tensors[f"{MASTER}/{name}"].shape for name in checkpoint.parameters}
     shards = plan_shards(shapes, int(config.shard_gib * 2**30), dtype.itemsize)
@@ -117,6 +118,8 @@ def _write_configs(folder: Path, dtype: str) -> None:
     path = folder / "config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config |= {"dtype": dtype, "use_cache": True}  # training keeps no cache, whoever generates wants one
+    if not config.get("architectures") and (name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])):
+        config["architectures"] = [name]  # transformers can do without; other programs choose their code by it
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tokens: dict[str, Any] = _special_tokens(folder)
     tokens |= {key: config[key] for kind in SPECIAL if config.get(key := f"{kind}_token_id") is not None}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from femto_checkpoint.files import DTYPES
+from femto_checkpoint.files import DTYPES, checksum_of
 from femto_checkpoint.index import MASTER, Checkpoint
+from femto_checkpoint.writer import MODEL
 from femto_core.checkpoint import RunState
 from femto_core.errors import UserError
 
@@ -21,6 +23,9 @@ NOT_COMPARED = {
 """Of a transformers config: says nothing of what the weights compute."""
 HEADS = ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act")
 """What may not differ even where only weights are taken over, and would not show in their shapes."""
+TOKENIZER = "tokenizer.json"
+TOKENS = ("model", "added_tokens", "normalizer", "pre_tokenizer")
+"""What in that file decides the ids of a text."""
 
 
 def plain_config(config: PretrainedConfig) -> dict[str, Any]:
@@ -52,7 +57,8 @@ def check_parameters(checkpoint: Checkpoint, state: RunState, everyones: set[str
 def check_model(checkpoint: Checkpoint, state: RunState, *, weights_only: bool) -> None:
     """Refuse weights of a model that computes something else with them, though their shapes may fit."""
     saved, mine = checkpoint.index.model, plain_config(state.model_config)
-    keys = HEADS if weights_only else (*HEADS, *sorted({*saved, *mine}))
+    # A key that only one of the two has is another transformers version's: it always writes all that it knows.
+    keys = HEADS if weights_only else (*HEADS, *sorted(saved.keys() & mine.keys()))
     for key in keys:
         if saved.get(key) != mine.get(key):
             hint = "" if weights_only or key in HEADS else f"; {WEIGHTS_ONLY}"
@@ -60,6 +66,25 @@ def check_model(checkpoint: Checkpoint, state: RunState, *, weights_only: bool) 
                 f"{checkpoint.path} is of a model with {key} = {saved.get(key)!r}, this run's has "
                 f"{mine.get(key)!r}{hint}"
             )
+
+
+def check_tokenizer(checkpoint: Checkpoint, state: RunState) -> None:
+    """Refuse weights to which this run's token ids mean something else; where either has no tokenizer.json, accept."""
+    file, mine = f"{MODEL}/{TOKENIZER}", state.tokenizer_path / TOKENIZER
+    saved = checkpoint.index.files.get(file)
+    if saved is None or not mine.is_file() or checksum_of(mine) == saved:
+        return
+    checkpoint.verify([file])
+    if _rules(checkpoint.path / file) != _rules(mine):
+        raise UserError(
+            f"{checkpoint.path} was trained on the ids of another tokenizer than the one in {state.tokenizer_path}; "
+            f"prepare the data with femto preprocess --tokenizer {checkpoint.path / MODEL}"
+        )
+
+
+def _rules(file: Path) -> dict[str, Any]:
+    rules = json.loads(file.read_text(encoding="utf-8"))
+    return {key: rules.get(key) for key in TOKENS}
 
 
 def check_identity(checkpoint: Checkpoint, state: RunState) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from femto_core.cli import CommandRegistry
     from femto_core.config import Config
     from femto_core.mesh import Mesh
+    from femto_core.trainer import Trainer
 
 
 @hookimpl
@@ -28,6 +31,28 @@ def femto_checkpointer(config: Config, mesh: Mesh) -> Checkpointer:
     from femto_checkpoint.store import CheckpointStore
 
     return CheckpointStore(mesh, config.checkpoint)
+
+
+@hookimpl
+def femto_train_begin(trainer: Trainer) -> None:
+    """Have a save that fails stop all ranks after the step under way, by the number that travels in every step."""
+    from femto_checkpoint.store import CheckpointStore
+
+    if isinstance(trainer.checkpointer, CheckpointStore):
+        trainer.checkpointer.on_failure = functools.partial(setattr, trainer, "stop_requested", True)
+
+
+@hookimpl
+def femto_train_end(trainer: Trainer) -> None:
+    """Say so where a signal stopped a run that saves nothing."""
+    section = trainer.config.train
+    early = trainer.step < min(section.steps, section.stop_after or section.steps)
+    if early and not trainer.config.checkpoint.every and trainer.mesh.rank == 0 and sys.exc_info()[0] is None:
+        print(
+            f"stopped after step {trainer.step}, as asked; nothing is saved, because checkpoint.every = 0",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def export_command(words: Sequence[str]) -> int:

@@ -85,8 +85,8 @@ class CheckpointStore:
             return
         if writer.rank:
             writer.join()
-        # Rank 0 hears from the others first: it may be waiting for a share that will never come.
-        answers = self._mesh.gather_objects(("" if not writer.rank else writer.problem, not writer.rank or writer.ended))
+        # Rank 0 hears from the others before it waits: for a share, perhaps, that will never come.
+        answers = self._mesh.gather_objects((writer.problem, writer.ended) if writer.rank else ("", True))
         said = ""
         if not writer.rank:
             writer.give_up(next((problem for problem, _ in answers if problem), ""))

@@ -129,6 +129,8 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along `axis`; 1 for an axis that nobody added."""
+        if frozenset({axis}) in self._joint:
+            return self._joint[frozenset({axis})].size()
         return next((a.size for a in self.axes if a.name == axis), 1)
 
     def coordinate(self, axis: str) -> int:
@@ -138,7 +140,8 @@ class Mesh:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this one only along `axes`, at least one of them."""
         present = [axis for axis in axes if self.size(axis) > 1] or axes[:1]
-        return self._mesh.get_group(present[0]) if len(present) == 1 else self._joint[frozenset(present)]
+        names = frozenset(present)
+        return self._joint[names] if names in self._joint else self._mesh.get_group(present[0])
 
     def another_group(self, axis: str) -> dist.ProcessGroup:
         """Return a second group over the ranks of `axis`, for collectives that follow no common order with the first's.
@@ -147,14 +150,34 @@ class Mesh:
         """
         return self._build_joint(frozenset([axis]))
 
-    def consecutive(self, axis: str, length: int) -> dist.ProcessGroup:
-        """Return this rank's group of `length` ranks in a row along `axis`. Called by every rank of the world."""
+    def lines(self, axis: str) -> list[list[int]]:
+        """Return the world's ranks in lines along `axis`, each in the order of its coordinates."""
         place = [a.name for a in self.axes].index(axis)
-        lines = self._mesh.mesh.movedim(place, -1).reshape(-1, length).tolist()
-        groups: dict[int, dist.ProcessGroup] = {}
-        for line in lines:
-            groups |= dict.fromkeys(line, dist.new_group(line))
-        return groups[self.rank]
+        lines: list[list[int]] = self._mesh.mesh.movedim(place, -1).reshape(-1, self.axes[place].size).tolist()
+        return lines
+
+    def new_groups(self, lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Build a group of each list of ranks; return the one with this rank. Called by every rank of the world."""
+        mine = None
+        for ranks in lists:
+            group = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                mine = group
+        return mine
+
+    def add_axis(self, name: str, lists: Sequence[Sequence[int]]) -> None:
+        """Add an axis that only the ranks in `lists` lie on, each list one line; to all others it has size 1.
+
+        For weights that some ranks of another axis share. It may be summed over alone, or together with `dp`.
+        Called by every rank of the world.
+        """
+        group = self.new_groups(lists)
+        dp_line = {rank: line for line in self.lines(DP) for rank in line}
+        joint = {tuple(sorted({other for rank in ranks for other in dp_line[rank]})) for ranks in lists}
+        group_with_dp = self.new_groups(sorted(joint))
+        if group is not None and group_with_dp is not None:
+            self._joint[frozenset({name})] = group
+            self._joint[frozenset({DP, name})] = group_with_dp
 
     def sum(self, tensor: torch.Tensor, *axes: str) -> torch.Tensor:
         """Sum `tensor` in place over the ranks of `axes` and return it; nothing is sent where that is one rank."""

@@ -7,7 +7,7 @@ embedding, norm or head that other stages hold, are taken away. It receives memo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from femto_core.batch import Batch
+from femto_core.deferral import WeightGradients
 from femto_core.errors import UserError
 from femto_core.layout import ParamLayout
 from femto_core.sections import ModelSection
@@ -50,9 +51,12 @@ class LayerRange(nn.ModuleList):
         for number, layer in layers.items():
             self._modules[str(number)] = layer
 
+        self.visible = range(0)
+        """The layers that the forward pass under way sees."""
+
     def __getitem__(self, index: Any) -> Any:
-        """Return what a list of the present layers would; transformers' forward takes the slice of all."""
-        return list(self._modules.values())[index]
+        """Return what a list of the visible layers would; transformers' forward takes the slice of all."""
+        return [self._modules[str(number)] for number in self.visible][index]
 
 
 @attrs.define
@@ -75,18 +79,33 @@ class FullModel:
 
 
 class Stage:
-    """What one rank computes: a range of layers; the first stage also embeds, the last also has final norm and head."""
+    """What one rank computes: one or more chunks of layers in a row; the first of all embeds, the last of all has the
+    final norm and the head.
+    """
 
-    def __init__(self, full: FullModel, layers: range, replicated: frozenset[str]) -> None:
-        """Cut `layers` out of a copy of `full`. `replicated`: the mesh axes over which every rank holds this stage."""
-        count = full.config.num_hidden_layers
-        self.layers, self.first, self.last = layers, layers.start == 0, layers.stop == count
+    def __init__(
+        self,
+        full: FullModel,
+        chunks: Sequence[range],
+        replicated: frozenset[str],
+        *,
+        first: bool = True,
+        last: bool = True,
+    ) -> None:
+        """Cut `chunks` of layers, in ascending order, out of a copy of `full`.
+
+        `replicated` are the mesh axes over which every rank holds this stage. `first`: its first chunk begins with the
+        embedding. `last`: its last chunk ends with norm and head.
+        """
+        self.chunks, self.first, self.last = tuple(chunks), first, last
+        self.weight_grads = WeightGradients()
         self.module = copy.deepcopy(full.module)
         self.body = self.module.model
-        self.body.layers = LayerRange({i: self.body.layers[i] for i in layers})
-        if getattr(full.config, "layer_types", None):  # transformers' forward numbers them from the stage's first layer
+        self.body.layers = LayerRange({i: self.body.layers[i] for chunk in chunks for i in chunk})
+        self._layer_types = getattr(full.config, "layer_types", None)
+        if self._layer_types:
             self.body.config = copy.copy(self.body.config)
-            self.body.config.layer_types = [full.config.layer_types[i] for i in layers]
+        self._no_norm = nn.Identity()
         if not self.first:
             self.body.embed_tokens = nn.Identity()
         if not self.last:
@@ -126,13 +145,30 @@ class Stage:
         """Put `layer` in the place of the one called `name`."""
         setattr(self.body.layers, name.rpartition(".")[2], layer)
 
-    def forward(self, inputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the stage's hidden states [b, s, h], after the final norm where this is the last stage.
+    def embeds(self, chunk: int) -> bool:
+        """Tell whether a chunk begins with the embedding."""
+        return self.first and chunk == 0
 
-        `inputs` are the batch's token ids [b, s] for the first stage, the previous stage's hidden states for others.
+    def has_head(self, chunk: int) -> bool:
+        """Tell whether a chunk ends with the final norm, and the head follows."""
+        return self.last and chunk == len(self.chunks) - 1
+
+    def forward(self, inputs: torch.Tensor, batch: Batch, chunk: int = 0) -> torch.Tensor:
+        """Return a chunk's hidden states [b, s, h], after the final norm where it is the last of all.
+
+        `inputs` are the batch's token ids [b, s] for the first chunk of all, for others the one before's hidden states.
         """
-        entry = {"input_ids": inputs} if self.first else {"inputs_embeds": inputs}
-        output = self.body(**entry, position_ids=batch.position_ids, use_cache=False)
+        self.body.layers.visible = self.chunks[chunk]
+        if self._layer_types:  # transformers' forward numbers them from the first layer it sees
+            self.body.config.layer_types = [self._layer_types[i] for i in self.chunks[chunk]]
+        norm = self.body.norm
+        if not self.has_head(chunk):
+            self.body.norm = self._no_norm
+        try:
+            entry = {"input_ids": inputs} if self.embeds(chunk) else {"inputs_embeds": inputs}
+            output = self.body(**entry, position_ids=batch.position_ids, use_cache=False)
+        finally:
+            self.body.norm = norm
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 

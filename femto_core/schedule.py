@@ -40,6 +40,9 @@ class Schedule(Protocol):
     ) -> torch.Tensor:
         """Return `then(hidden [b, s, h], head)` for one batch, without gradients: for evaluation and sampling."""
 
+    def close(self) -> None:
+        """End what runs beside the steps."""
+
 
 class Sequential:
     """One stage holds the whole model; micro-batches follow one another."""
@@ -49,7 +52,7 @@ class Sequential:
 
     def partition(self, model: FullModel) -> Stage:
         everywhere = frozenset(axis.name for axis in self._mesh.axes)
-        return Stage(model, range(model.config.num_hidden_layers), everywhere)
+        return Stage(model, [range(model.config.num_hidden_layers)], everywhere)
 
     def run(
         self,
@@ -76,3 +79,6 @@ class Sequential:
     ) -> torch.Tensor:
         batch = batch.to(self._mesh.device)
         return then(stage.forward(batch.input_ids, batch), stage.head)
+
+    def close(self) -> None:
+        pass

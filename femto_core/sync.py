@@ -23,8 +23,11 @@ class GradientSynchronizer(Protocol):
     def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
         """Start to watch the stage's parameters, which have memory by now."""
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Around the backward of each micro-batch but the last: there is more to come."""
+    def no_sync(self, *, complete: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Around the backward of each micro-batch but the last: there is more to come.
+
+        Without `complete` there is more to come of this micro-batch too.
+        """
 
     def sync_gradients(self) -> None:
         """After the last backward: have every gradient complete on return; zero where a parameter was not used."""
@@ -50,7 +53,7 @@ class NoSync:
         for parameter in self._parameters:
             parameter.grad_dtype = precision.accumulate_dtype(parameter.dtype)
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self, *, complete: bool = True) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def sync_gradients(self) -> None:
@@ -113,7 +116,7 @@ class AllReduce:
         self._collector = GradientCollector(buckets, self._send)
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, complete: bool = True) -> Iterator[None]:
         self._collector.holding = True
         try:
             yield

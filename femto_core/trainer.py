@@ -182,6 +182,7 @@ class Trainer:
         self.loader.close()
         self.grad_sync.close()
         self.sharding.close()
+        self.schedule.close()
         self.lock.release()
 
     def _now_and_then(self, *, is_last: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from femto_core.errors import UserError
 from femto_data.config import PreprocessConfig
 from femto_data.preprocess import preprocess
 
@@ -30,8 +31,13 @@ def standard_library_dataset(cache: Path, *, seq_len: int, vocab_size: int) -> P
     directory = cache / f"stdlib-py{platform.python_version()}-seq{seq_len}-vocab{vocab_size}-v{_VERSION}"
     if directory.is_dir():
         return directory
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{directory.name}.lock"):
+    lock = FileLock(cache / f"{directory.name}.lock")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise UserError(f"data.cache = {cache} cannot be written ({error.strerror}); name another directory") from error
+    try:
         if not directory.is_dir():  # another process may have made it while this one waited
             files = standard_library_sources(Path(sysconfig.get_paths()["stdlib"]))
             preprocess(
@@ -44,6 +50,8 @@ def standard_library_dataset(cache: Path, *, seq_len: int, vocab_size: int) -> P
                 ),
                 quiet=True,
             )
+    finally:
+        lock.release()
     return directory
 
 

@@ -23,7 +23,8 @@ from femto_core.errors import UserError
 from femto_data.sources import JSON_LINES
 
 LONGEST = 2**20  # characters of a document that are tokenised at once
-_BLOCK = 2**20  # bytes of a plain text file that are read at once
+_BLOCK = 2**20  # bytes of a file that are read at once
+_ROWS = 64  # of a Parquet file
 
 
 class Piece(NamedTuple):
@@ -39,7 +40,7 @@ class Piece(NamedTuple):
 
 
 def read_pieces(files: Sequence[Sequence[Path]], text_key: str) -> Iterator[Piece]:
-    """Yield the documents of all inputs' `files` in order, in bounded memory but for a single JSON line.
+    """Yield the documents of all inputs' `files` in order, in bounded memory but for one JSON line or Parquet page.
 
     A document of more than 2^20 characters comes in pieces of at least half that, cut behind the end of a line, or
     before a space where no line ends: places at which the usual splitting into words cuts too, so that byte-level
@@ -129,12 +130,13 @@ def _read_json_lines(file: Path, text_key: str) -> Iterator[str]:
 
 def _read_parquet(file: Path, text_key: str) -> Iterator[str]:
     try:
-        with pq.ParquetFile(file) as table:
+        # So pages are read one by one; without, a whole column of a row group, which may be the whole file.
+        with pq.ParquetFile(file, buffer_size=_BLOCK, pre_buffer=False) as table:
             columns = table.schema_arrow.names
             if text_key not in columns:
                 raise UserError(_no_key(str(file), text_key, columns))
             number = 0
-            for batch in table.iter_batches(batch_size=256, columns=[text_key]):
+            for batch in table.iter_batches(batch_size=_ROWS, columns=[text_key]):
                 for value in batch.column(0).to_pylist():
                     number += 1
                     yield text_of({text_key: value}, text_key, f"{file}, row {number}")

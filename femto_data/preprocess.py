@@ -53,7 +53,7 @@ def preprocess(config: PreprocessConfig, *, quiet: bool = False) -> Manifest:
     The folder is named by a digest of the arguments, the sources' contents and the tokenizer. A run that is killed
     leaves it, and the next one with the same digest reads the documents again but tokenises only what is missing; a run
     with another removes it. `quiet` hides the progress. Raises UserError for input that cannot be read, that changes
-    meanwhile, or that does not fill a row, and then leaves nothing.
+    meanwhile, or that does not fill a row, and then leaves nothing; and for a full disk, which leaves what is done.
     """
     _check(config)
     output = Path(config.output).resolve()  # a link's target is replaced, not the link
@@ -61,15 +61,21 @@ def preprocess(config: PreprocessConfig, *, quiet: bool = False) -> Manifest:
         progress.phase = "reading the sources"
         inputs = [_examine(source, config.workers) for source in find_sources(config)]
         tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
-        with open_workspace(output, _key(config, inputs, tokenizer)) as workspace:
-            try:
-                manifest = _make(config, inputs, tokenizer, workspace.folder, progress)
-            except WorkerDied:
-                raise
-            except UserError:
-                workspace.remove()
-                raise
-            workspace.publish(workspace.folder / "dataset")
+        try:
+            with open_workspace(output, _key(config, inputs, tokenizer)) as workspace:
+                try:
+                    manifest = _make(config, inputs, tokenizer, workspace.folder, progress)
+                except WorkerDied:
+                    raise
+                except UserError:
+                    workspace.remove()
+                    raise
+                workspace.publish(workspace.folder / "dataset")
+        except OSError as error:  # of reading, a UserError has been made long since
+            raise UserError(
+                f"{output} cannot be completed ({error.strerror or error}); what is done is kept beside it: mend that "
+                f"and run the same command again, or remove {output.parent / f'.{output.name}.partial-*'}"
+            ) from error
     return manifest
 
 
@@ -135,7 +141,7 @@ def _make(
         progress.phase = "training a tokenizer"
         _trained(progress.watch(read_pieces(files, config.text_key)), config, folder / "tokenizer")
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    tokenizer.save_pretrained(made / "tokenizer")
+    _save(tokenizer, made / "tokenizer")
     # From here on it is the tokenizer that training will load: what is recorded is what is used.
     tokenizer = load_tokenizer(str(made / "tokenizer"))
     progress.phase = "tokenising"
@@ -188,8 +194,15 @@ def _trained(pieces: Iterator[Piece], config: PreprocessConfig, directory: Path)
     held_out = HeldOut(config.held_out, config.seed)
     sample = draw_sample(piece for piece in pieces if not (config.held_out and held_out(piece.document)))
     partial = directory.with_name(directory.name + ".tmp")
-    train_tokenizer(sample, config.vocab_size).save_pretrained(partial)
+    _save(train_tokenizer(sample, config.vocab_size), partial)
     os.replace(partial, directory)
+
+
+def _save(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        raise OSError(str(error)) from error  # the library in Rust raises nothing more precise on a full disk
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ the next run would make.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -15,6 +16,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from femto_core.errors import UserError
 from femto_data.documents import Piece
 
 CHARACTERS = 2**22  # a shard is closed when it holds so many
@@ -60,22 +62,29 @@ class Shard:
     def save(self, file: Path) -> None:
         """Write it to `file`, whole or not at all, on disk when this returns."""
         head = np.asarray([len(self.sources), self.document & 0x7FFFFFFF, self.document >> 31], np.int32)
+        content = io.BytesIO()  # into a file numpy writes by itself, and says of a full disk only that it wrote less
+        np.save(content, np.concatenate([head, self.sources, self.flags, self.lengths, self.ids]))
         partial = file.with_name(file.name + ".tmp")
         with partial.open("wb") as stream:
-            np.save(stream, np.concatenate([head, self.sources, self.flags, self.lengths, self.ids]))
+            stream.write(content.getbuffer())
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(partial, file)
 
     @classmethod
     def load(cls, file: Path) -> Shard:
-        """Read what `save` wrote."""
-        values = np.load(file)
-        count, low, high = (int(value) for value in values[:3])
-        sources, flags, lengths = values[3 : 3 + 3 * count].reshape(3, count)
-        ids = values[3 + 3 * count :]
-        if len(ids) != lengths.sum():
-            raise ValueError(f"{file} is damaged; remove {file.parent.parent} and run it again")
+        """Read what `save` wrote. Raises UserError for anything else, upon which all shards are removed."""
+        try:
+            values = np.load(file)
+            count, low, high = (int(value) for value in values[:3])
+            sources, flags, lengths = values[3 : 3 + 3 * count].reshape(3, count)
+            ids = values[3 + 3 * count :]
+            if len(ids) != lengths.sum():
+                raise ValueError("a length")
+        except (ValueError, EOFError, FileNotFoundError) as error:
+            raise UserError(
+                f"{file} is damaged or missing; what was tokenised so far has been removed: run it again"
+            ) from error
         return cls(low | high << 31, sources, flags, lengths, ids)
 
 

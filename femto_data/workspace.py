@@ -28,8 +28,10 @@ class Workspace:
         """Rename `made`, a directory in this workspace, to the output, and remove the workspace.
 
         What was there is moved aside first and comes back should the second rename fail, or, after a kill between the
-        two, when the next run opens a workspace for this output.
+        two, when the next run opens a workspace for this output. Every byte is on disk before the name.
         """
+        for path in [*made.rglob("*"), made]:
+            _sync(path)
         aside = self.folder / _ASIDE
         there = self.output.exists()
         if there:
@@ -40,6 +42,7 @@ class Workspace:
             if there:
                 os.replace(aside, self.output)
             raise
+        _sync(self.output.parent)
         self.remove()
 
     def remove(self) -> None:
@@ -111,6 +114,14 @@ def _remove(folder: Path) -> None:
         os.replace(folder, swept)
         folder = swept
     shutil.rmtree(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _escaped(prefix: str) -> str:

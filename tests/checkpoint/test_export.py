@@ -92,6 +92,7 @@ def test_transformers_computes_what_was_trained_and_femto_goes_on_from_it(
     keys = set(load_file(out / "model.safetensors"))
     assert ("lm_head.weight" in keys) is not tied, "a tied weight is there once"
     model = from_pretrained(out)
+    assert json.loads((out / "config.json").read_text())["architectures"] == [type(model).__name__]
     batch = trainer.dataset[3]
     with torch.no_grad():
         theirs = model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
@@ -142,6 +143,48 @@ def test_the_tokenizer_goes_along_and_says_where_text_ends(world_of_one: None, t
     config = json.loads((out / "config.json").read_text())
     assert config["use_cache"] is True
     assert config["model_type"] == "llama"
+
+
+def test_a_tokenizer_that_may_only_be_read_is_no_obstacle(world_of_one: None, tmp_path: Path, tokenizer: Path) -> None:
+    for path in (*tokenizer.iterdir(), tokenizer):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    trained(tmp_path, tokenizer=tokenizer).close()
+    model = checkpoint_of(tmp_path, 2) / "model"
+    assert all(path.stat().st_mode & 0o200 for path in (model, *model.iterdir())), "rotation could not remove it"
+    for path in (*model.iterdir(), model):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    export(checkpoint_of(tmp_path, 2), ExportConfig(output=str(tmp_path / "out")))
+    assert all(path.stat().st_mode & 0o200 for path in (tmp_path / "out", *(tmp_path / "out").iterdir()))
+
+
+def changed(tokenizer: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of a tokenizer with a change to its rules."""
+    other = tokenizer.with_name("other")
+    shutil.copytree(tokenizer, other)
+    rules = json.loads((other / "tokenizer.json").read_text())
+    change(rules)
+    (other / "tokenizer.json").write_text(json.dumps(rules))
+    return other
+
+
+def test_weights_are_not_taken_over_for_ids_of_another_tokenizer(
+    world_of_one: None, tmp_path: Path, tokenizer: Path
+) -> None:
+    trained(tmp_path, tokenizer=tokenizer).close()
+    checkpoint = checkpoint_of(tmp_path, 2)
+    taking = settings(tmp_path / "new", checkpoint={"resume": str(checkpoint), "weights_only": True})
+    other = changed(tokenizer, lambda rules: rules["model"]["vocab"].update({"w3": 6, "w4": 5}))
+    for wanted in (taking, settings(tmp_path, checkpoint={"resume": "auto"})):
+        with pytest.raises(UserError) as caught:
+            make_trainer(wanted, (), {"random_task": WordsTask(tokenizer=other)})
+        assert str(caught.value) == (
+            f"{checkpoint} was trained on the ids of another tokenizer than the one in {other}; prepare the data with "
+            f"femto preprocess --tokenizer {checkpoint / 'model'}"
+        )
+    shutil.rmtree(other)
+    other = changed(tokenizer, lambda rules: rules.update(truncation={"direction": "Right", "max_length": 9}))
+    for accepted in (other, tokenizer, Path("none")):
+        make_trainer(taking, (), {"random_task": WordsTask(tokenizer=accepted)}).close()
 
 
 def test_what_two_ranks_saved_is_exported_as_one(pool: WorkerPool, tmp_path: Path) -> None:

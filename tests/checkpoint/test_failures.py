@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import resource
 import shutil
@@ -11,12 +12,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from femto_checkpoint import store as stores
 from femto_checkpoint import writer as writers
 from femto_core import build
 from femto_core.errors import UserError
@@ -116,6 +119,24 @@ def interrupt_on_0(rank: int) -> Callable[[], None]:
     return raise_in(rank, 0, KeyboardInterrupt("gone"))
 
 
+def lose_sight_of_the_folder(rank: int) -> Callable[[], None]:
+    def elsewhere(writer: Any) -> None:
+        writer.partial = Path("/nonexistent") / writer.partial.name
+
+    return harm_writer(rank, 1, elsewhere)
+
+
+def fail_to_rotate(rank: int) -> Callable[[], None]:
+    module: Any = writers
+    right = module.rotate
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    module.rotate = fail
+    return lambda: setattr(module, "rotate", right)
+
+
 def save_says(folder: Path, reason: str) -> str:
     return (
         f"checkpoint of step 2 could not be written to {folder / 'test' / 'checkpoints'}: {reason}; "
@@ -128,8 +149,12 @@ def save_says(folder: Path, reason: str) -> str:
     [
         (limit_file_size, "rank 1: [Errno 27] File too large"),
         (fail_to_sync, "rank 1: [Errno 5] Input/output error"),
+        (
+            lose_sight_of_the_folder,
+            "rank 1: it does not see the folder that rank 0 made; run.dir must be one folder for all machines",
+        ),
     ],
-    ids=["file too large", "disk error"],
+    ids=["file too large", "disk error", "another machine's disk"],
 )
 @pytest.mark.parametrize("wait", [False, True], ids=["beside training", "waiting"])
 def test_a_rank_that_cannot_write_ends_the_run_on_all_with_one_sentence(
@@ -165,6 +190,55 @@ def test_a_defect_in_the_writing_thread_is_raised_where_it_is_and_said_elsewhere
     assert pool.run(2, attempt, values(tmp_path, "auto")) == ["resumed at 1"] * 2
 
 
+def test_older_checkpoints_that_stay_are_said_not_the_new_one(pool: WorkerPool, tmp_path: Path) -> None:
+    said = the_same_for_all(pool.run(2, break_and_save, values(tmp_path), fail_to_rotate))
+    assert said == "checkpoint of step 2 is complete, but older ones could not be removed: [Errno 13] Permission denied"
+    assert pool.run(2, attempt, values(tmp_path, "auto")) == ["resumed at 2"] * 2
+
+
+def fail_then_train(settings: Values) -> tuple[int, str]:
+    trainer = make_trainer(settings)
+    undo = fail_to_sync(trainer.mesh.rank)
+    try:
+        trainer.train()
+    except UserError as error:
+        return trainer.step, str(error)
+    finally:
+        undo()
+        trainer.close()
+    return trainer.step, "trained"
+
+
+def test_a_save_that_fails_beside_training_ends_the_run_long_before_the_next_one(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    settings = values(tmp_path, checkpoint={"every": 40}, train={"steps": 100})
+    [(step, said), other] = pool.run(2, fail_then_train, settings)
+    assert (step, said) == other, "all ranks after the same step"
+    assert 40 <= step < 80
+    assert said.startswith("checkpoint of step 40 could not be written to ")
+    assert said.endswith("rank 1: [Errno 5] Input/output error; the newest complete one is none")
+
+
+def give_up(settings: Values) -> bool:
+    trainer = make_trainer(settings)
+    right, stores.LAST_CHANCE_S = stores.LAST_CHANCE_S, 0.1
+    undo = never_answer(trainer.mesh.rank)
+    try:
+        trainer.save()
+        trainer.checkpointer.close()
+        time.sleep(0.2)
+        return any(thread.name == "checkpoint-0" for thread in threading.enumerate())
+    finally:
+        stores.LAST_CHANCE_S = right
+        undo()
+        trainer.close()
+
+
+def test_a_run_that_ended_waits_for_no_other_ranks_share(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, give_up, values(tmp_path))[0] is False, "or the process could not end for half an hour"
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk that holds one checkpoint of the tests' model, not two."""
@@ -187,6 +261,30 @@ def test_a_full_disk_is_said_and_the_older_checkpoint_stays(pool: WorkerPool, sm
     said = the_same_for_all(pool.run(2, break_and_save, values(small_disk), no_harm))
     assert "[Errno 28] No space left on device" in said
     assert said.endswith("the newest complete one is step-1")
+    assert pool.run(2, attempt, values(small_disk, "auto")) == ["resumed at 1"] * 2
+
+
+def make_read_only(rank: int, folder: Path) -> Callable[[], None]:
+    """Mount `folder` onto itself, read-only: modes alone would not stop root."""
+    if rank == 0:
+        mount(["--bind", folder, folder])
+        mount(["-o", "remount,ro,bind", folder])
+    torch.distributed.barrier()
+    return lambda: None if rank else mount([folder], "umount")
+
+
+def mount(words: list[Any], command: str = "mount") -> None:
+    subprocess.run([command, *map(str, words)], capture_output=True, check=True)
+
+
+def test_a_folder_that_turns_read_only_is_said_and_the_older_checkpoint_stays(
+    pool: WorkerPool, small_disk: Path
+) -> None:
+    folder = small_disk / "test" / "checkpoints"
+    answers = pool.run(2, break_and_save, values(small_disk), functools.partial(make_read_only, folder=folder))
+    said = the_same_for_all(answers)
+    assert said.startswith(f"checkpoints cannot be written to {folder}: ")
+    assert "[Errno 30] Read-only file system" in said
     assert pool.run(2, attempt, values(small_disk, "auto")) == ["resumed at 1"] * 2
 
 
@@ -278,6 +376,15 @@ def stop_at_three(settings: Values, rank: int) -> int:
     return trainer.step
 
 
+def test_a_run_that_saves_nothing_says_so_when_it_is_stopped(
+    world_of_one: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stop_at_three(values(tmp_path), 0) == 3
+    said = "stopped after step 3, as asked; nothing is saved, because checkpoint.every = 0\n"
+    assert capsys.readouterr().err == said
+    assert not (tmp_path / "test" / "checkpoints").exists()
+
+
 SIGNALLED = """
 import os, signal
 from femto_core.hookspecs import hookimpl
@@ -300,16 +407,24 @@ def femto_step_begin(step):
 """
 
 
-@pytest.mark.parametrize(("name", "processes", "rank"), [("SIGTERM", 0, "0"), ("SIGUSR1", 2, "1")])
-def test_a_signal_saves_and_leaves_with_0(tmp_path: Path, name: str, processes: int, rank: str) -> None:
-    environment = install_plugin(tmp_path / "site", "signalled", SIGNALLED.replace("SIGNAL)", f"{name})"))
+def end_by_signal(folder: Path, name: str, processes: int, rank: str) -> list[str]:
+    """Return the checkpoints of a run that got the signal in its second step."""
+    environment = install_plugin(folder / "site", "signalled", SIGNALLED.replace("SIGNAL)", f"{name})"))
     flags = [*TINY_FLAGS, "--run.name", "r", "--plugins", "signalled,no:samples", "--model.vocab-size", "32"]
     flags += ["--checkpoint.every", "100", "--train.steps", "100"]
-    done = femto(flags, tmp_path, {**environment, "SIGNALLED": rank}, processes)
+    done = femto(flags, folder, {**environment, "SIGNALLED": rank}, processes)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
-    folder = tmp_path / "runs" / "r" / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-2"]
+    return sorted(path.name for path in (folder / "runs" / "r" / "checkpoints").iterdir())
+
+
+def test_a_signal_saves_and_leaves_with_0(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as threads:
+        jobs = [
+            threads.submit(end_by_signal, tmp_path / name, name, processes, rank)
+            for name, processes, rank in (("SIGTERM", 0, "0"), ("SIGUSR1", 2, "1"))
+        ]
+        assert [job.result() for job in jobs] == [["latest", "step-2"]] * 2
 
 
 # A rank that is gone.
@@ -350,12 +465,12 @@ class Broken(RandomTask):
 
 def fail_after_save(settings: Values) -> str:
     trainer = make_trainer(settings, (), {"random_task": Broken()})
-    harm_writer(0, 0, lambda _: time.sleep(0.5))
+    undo = harm_writer(0, 0, lambda _: time.sleep(0.5))
     try:
         trainer.train()
     except ArithmeticError as error:
         return str(error)
     finally:
-        harm_writer(1, 0, lambda _: None)()
+        undo()
         trainer.close()
     return "trained"

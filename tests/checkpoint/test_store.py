@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from femto_checkpoint import files as written_files
 from femto_checkpoint import writer as writers
 from femto_checkpoint.folder import committed, complete_checkpoints, latest_checkpoint, record, rotate, sweep
-from femto_checkpoint.index import FORMAT, INDEX
+from femto_checkpoint.index import FORMAT, INDEX, read_index, write_index
 from femto_core.errors import UserError
 from femto_core.testing import WorkerPool, make_trainer
 from tests.checkpoint.runs import attempt, checkpoint_of, refusal, train_until, values
@@ -249,6 +250,14 @@ def test_what_differs_is_said(
     answer = refusal(pool, settings)
     assert str(checkpoint_of(good, 2)) in answer
     assert words in answer
+
+
+def test_what_only_another_version_of_transformers_says_of_a_model_is_no_obstacle(pool: WorkerPool, copy: Path) -> None:
+    folder = checkpoint_of(copy, 2)
+    index = read_index(folder)
+    older = {key: value for key, value in index.model.items() if key != "mlp_bias"}
+    write_index(folder, attrs.evolve(index, model={**older, "of_old": 1}))
+    assert pool.run(2, attempt, values(copy, "auto")) == ["resumed at 2"] * 2
 
 
 def test_other_heads_are_refused_for_weights_alone_too(pool: WorkerPool, tmp_path: Path, good: Path) -> None:

@@ -72,8 +72,13 @@ def hugging_face(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -
     return model
 
 
+def cut(full: FullModel, layers: range) -> Stage:
+    ends = {"first": layers.start == 0, "last": layers.stop == full.config.num_hidden_layers}
+    return Stage(full, [layers], frozenset({"dp"}), **ends)
+
+
 def ready(full: FullModel, layers: range | None = None, dtype: torch.dtype = torch.float64) -> Stage:
-    stage = Stage(full, range(full.config.num_hidden_layers) if layers is None else layers, frozenset({"dp"}))
+    stage = cut(full, range(full.config.num_hidden_layers) if layers is None else layers)
     stage.allocate(CPU, lambda _: dtype)
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
@@ -116,7 +121,7 @@ def test_a_stage_has_the_hugging_face_names_of_its_range_and_no_others(family: s
         expected |= {"model.norm.weight", HEAD}
     if tied and len(layers) == LAYERS:
         expected -= {HEAD}
-    stage = Stage(full, layers, frozenset({"dp"}))
+    stage = cut(full, layers)
     assert {name: tuple(p.shape) for name, p in stage.named_parameters()} == {n: shapes[n] for n in expected}
     assert stage.layouts.keys() == expected
     assert [name for name, _ in stage.named_layers()] == [f"model.layers.{i}" for i in layers]
@@ -238,7 +243,7 @@ def test_a_buffer_that_nobody_can_compute_is_refused_by_name() -> None:
     full = build_model(section(), seed=0)
     full.module.model.layers[1].mlp.register_buffer("thresholds", torch.ones(3), persistent=False)
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp.*thresholds.*not supported"):
-        Stage(full, range(LAYERS), frozenset()).allocate(CPU, lambda _: torch.float32)
+        cut(full, range(LAYERS)).allocate(CPU, lambda _: torch.float32)
 
 
 # Architectures that do not fit.

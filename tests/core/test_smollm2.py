@@ -51,7 +51,7 @@ def test_smollm2s_loss_on_a_paragraph_is_that_of_transformers(smollm2: Path) -> 
         expected = float(theirs(input_ids=ids, labels=ids).loss)
 
     full = build_model(ModelSection(path=str(smollm2)), seed=0)
-    stage = Stage(full, range(30), frozenset())
+    stage = Stage(full, [range(30)], frozenset())
     groups = Replicated(torch.device("cpu")).make_master(stage, SinglePrecision(torch.float32))
     load_weights(groups, full.weights)
     count = ids.shape[1] - 1

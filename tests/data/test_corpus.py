@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from femto_core.errors import UserError
 from femto_data import corpus
 from femto_data.config import PreprocessConfig
 from femto_data.corpus import standard_library_dataset, standard_library_sources
@@ -88,6 +89,12 @@ def test_an_interrupted_call_leaves_no_directory_and_the_next_call_makes_it(
     assert not [path for path in small.iterdir() if not path.name.startswith(".") and path.suffix != ".lock"]
     assert (standard_library_dataset(small, seq_len=16, vocab_size=300) / "manifest.json").exists()
     assert not [path for path in small.iterdir() if path.name.startswith(".")]
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"data\.cache = .*/file/cache cannot be written \(Not a directory\)"):
+        standard_library_dataset(tmp_path / "file" / "cache", seq_len=8, vocab_size=300)
 
 
 def test_the_sources_are_sorted_modules_and_no_tests() -> None:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from femto_core.errors import UserError
 from femto_data.dataset import PackedDataset, tokenizer_fingerprint
 from tests.data.making import TEXTS, contents, decoded, jsonl, refusal, rows, run, sliced, stream, texts
 
@@ -505,7 +506,7 @@ def test_a_failing_rename_puts_the_earlier_dataset_back(
         rename(old, new)
 
     monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(OSError, match="no"):
+    with pytest.raises(UserError, match=r"out cannot be completed \(no\)"):
         run(tmp_path, source, seq_len=4)
     assert contents(tmp_path / "out") == before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -197,6 +198,24 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     return Counting(monkeypatch)
 
 
+def stop(*_: Any, **__: Any) -> Any:
+    raise Stopped
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that holds a few shards of the documents."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("cannot mount a small disk here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 @pytest.fixture
 def stopped(tmp_path: Path, counting: Counting) -> tuple[Path, int, dict[str, bytes]]:
     """A source, how many shards it makes, and the dataset; and beside no output, a run stopped after 5 of them."""
@@ -233,7 +252,7 @@ def test_a_run_stopped_while_rows_are_written_tokenises_nothing_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "pack", failing)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(UserError, match="no space"):
             run(tmp_path, source)
     counting.made()
     run(tmp_path, source)
@@ -261,6 +280,61 @@ def test_what_other_arguments_sources_or_tokenizers_left_is_not_used_but_removed
     run(tmp_path, source, output=str(fresh), **settings)
     assert counting.made() == made
     assert contents(fresh) == contents(tmp_path / "out")
+
+
+def test_a_full_disk_is_said_and_with_more_room_the_run_goes_on(
+    tmp_path: Path, counting: Counting, small_disk: Path
+) -> None:
+    source = texts(tmp_path / "docs.jsonl", *DOCUMENTS)
+    with pytest.raises(UserError, match=r"cannot be completed \(No space left on device\); what is done is kept"):
+        run(small_disk, source)
+    assert not (small_disk / "out").exists()
+    some = counting.made()
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    run(small_disk, source)
+    assert some > 5
+    more = counting.made()
+    run(tmp_path, source)
+    assert some + more <= counting.made() + 2, "that many were being made when the disk was full"
+    assert contents(tmp_path / "out") == contents(small_disk / "out")
+
+
+def test_a_shard_that_is_damaged_is_refused_and_made_anew(
+    tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = texts(tmp_path / "docs.jsonl", *DOCUMENTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "pack", stop)
+        with pytest.raises(Stopped):
+            run(tmp_path, source)
+    [shard] = tmp_path.glob(".out.*/shards/00000003.npy")
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(UserError, match=r"00000003\.npy is damaged or missing; what was tokenised so far has been"):
+        run(tmp_path, source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docs.jsonl"]
+    assert run(tmp_path, source).documents == len(DOCUMENTS)
+
+
+def test_every_byte_is_on_disk_before_the_dataset_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = texts(tmp_path / "docs.jsonl", *DOCUMENTS)
+    seen: list[Path] = []
+    fsync, replace = os.fsync, os.replace
+
+    def logged_fsync(descriptor: int) -> None:
+        seen.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def logged_replace(old: Path, new: Path) -> None:
+        seen.append(Path(new))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "replace", logged_replace)
+    run(tmp_path, source)
+    [named] = [place for place, path in enumerate(seen) if path == tmp_path / "out"]
+    [made] = {path for path in seen[:named] if path.name == "dataset"}
+    assert {made / file.relative_to(tmp_path / "out") for file in (tmp_path / "out").rglob("*")} <= set(seen[:named])
+    assert seen[named + 1] == tmp_path
 
 
 def test_an_old_dataset_moved_aside_by_a_killed_run_comes_back_even_for_other_arguments(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from femto_tp.ranks import Ranks, saved, side_by_side
+from femto_core.deferral import WeightGradients, edges_of
+from femto_tp.ranks import Ranks, saved
 from femto_tp.regions import copy_to_tp_region
 from femto_tp.sequence import SEQUENCE, Sequence
 
@@ -56,8 +57,8 @@ class ColumnGroup:
     The first that is called computes all of them; the others, called with the very same tensor, find their outputs.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, later: WeightGradients) -> None:
+        self._ranks, self._later = ranks, later
         self.members: list[ColumnParallelLinear] = []
         self._input: Tensor | None = None
         self._outputs: dict[ColumnParallelLinear, Tensor] = {}
@@ -77,7 +78,7 @@ class ColumnGroup:
             gathered, self._gathered = self._gathered, None
             part = gathered[1] if gathered is not None and gathered[0] is x else None
             weights, biases = zip(*(m.shared_parameters() for m in self.members), strict=True)
-            outputs = column_linears(x, weights, biases, self._ranks, part)
+            outputs = column_linears(x, weights, biases, self._ranks, self._later, part)
             self._input, self._outputs = x, dict(zip(self.members, outputs, strict=True))
         output = self._outputs.pop(member)
         if not self._outputs:
@@ -90,6 +91,7 @@ def column_linears(
     weights: SequenceOf[Tensor],
     biases: SequenceOf[Tensor | None],
     ranks: Ranks,
+    later: WeightGradients,
     part: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return y_i = x W_i^T + b_i for column layers of one input, which share one sum of its gradient.
@@ -99,21 +101,29 @@ def column_linears(
         weights: [d_i, d_in] each, this rank's part.
         biases: [d_i] or None each.
         ranks: the tensor parallel group.
+        later: is asked in backward whether to put off the weights' gradients.
         part: the part [b, s / size, d_in] of the sequence from which `x` was gathered; it is saved for backward in the
             place of `x`, and receives the gradient.
     """
     source, whole = (x, None) if part is None else (part, x.detach())
-    outputs: tuple[Tensor, ...] = _ColumnLinears.apply(source, whole, ranks, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _ColumnLinears.apply(source, whole, ranks, later, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
     return outputs
 
 
 class _ColumnLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, whole: Tensor | None, ranks: Ranks, count: int, *parameters: Tensor | None
+        ctx: Any,
+        source: Tensor,
+        whole: Tensor | None,
+        ranks: Ranks,
+        later: WeightGradients,
+        count: int,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
-        ctx.ranks, ctx.count, ctx.in_sequence = ranks, count, whole is not None
+        ctx.ranks, ctx.later, ctx.in_sequence = ranks, later, whole is not None
+        ctx.edges = edges_of(parameters)
         ctx.save_for_backward(source, *weights)
         x = source if whole is None else whole
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
@@ -123,7 +133,6 @@ class _ColumnLinears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         source, *weights = saved(ctx)
         ranks: Ranks = ctx.ranks
-        gathered = ranks.start_gather(source) if ctx.in_sequence else None
         flat = [None if grad is None else grad.flatten(0, -2) for grad in grads]  # [n, d_i]
         dx, arrival = None, None
         if ctx.needs_input_grad[0]:
@@ -137,20 +146,18 @@ class _ColumnLinears(torch.autograd.Function):
                 dx, arrival = ranks.start_scatter_sum(dx, SEQUENCE)
             else:
                 arrival = ranks.start_sum(dx)
-        x = source
-        if gathered is not None:
-            gathered[1].wait()
-            x = side_by_side(gathered[0], SEQUENCE)
-        rows = x.flatten(0, -2)  # [n, d_in]
-        needs = ctx.needs_input_grad[4:]
-        dweights = [
-            grad.t() @ rows if grad is not None and need else None
-            for grad, need in zip(flat, needs[: ctx.count], strict=True)
-        ]
-        dbiases = [
-            grad.sum(0) if grad is not None and need else None
-            for grad, need in zip(flat, needs[ctx.count :], strict=True)
-        ]
+
+        def weight_grads() -> list[Tensor | None]:
+            x = ranks.gather(source, SEQUENCE) if ctx.in_sequence else source
+            rows = x.flatten(0, -2)  # [n, d_in]
+            pairs = list(zip(ctx.edges, [*flat, *flat], strict=True))
+            count = len(flat)
+            return [
+                *(grad.t() @ rows if grad is not None and edge else None for edge, grad in pairs[:count]),
+                *(grad.sum(0) if grad is not None and edge else None for edge, grad in pairs[count:]),
+            ]
+
+        found = ctx.later.now_or_later(ctx.edges, weight_grads)
         if arrival is not None:
             arrival.wait()
-        return dx, None, None, None, *dweights, *dbiases
+        return dx, None, None, None, None, *found

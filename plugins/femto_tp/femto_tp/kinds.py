@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import attrs
 from torch import nn
 
+from femto_core.deferral import WeightGradients
 from femto_core.layout import Box
 from femto_core.mesh import Mesh
 from femto_tp.column import ColumnGroup, ColumnParallelLinear
@@ -79,6 +80,8 @@ class Context:
     heads: HeadCut
     copies: Ranks
     """The ranks that hold the same key/value heads."""
+    later: WeightGradients
+    """Where layers ask whether to put off their weights' gradients."""
     sequence: Sequence | None
     """The sequence whose parts the ranks hold between layers, under sequence parallelism."""
     groups: dict[str, ColumnGroup] = attrs.field(factory=dict)
@@ -88,7 +91,7 @@ class Context:
         parent, _, own = name.rpartition(".")
         shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
         key = f"{parent}.{shared.get(own, own)}"
-        return self.groups.setdefault(key, ColumnGroup(self.ranks))
+        return self.groups.setdefault(key, ColumnGroup(self.ranks, self.later))
 
 
 class ParallelKind(Protocol):
@@ -148,7 +151,9 @@ class Row:
         return Cut(1, (lambda rank: heads.rows(by, rank)) if by else None)
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
-        return RowParallelLinear(parameters["weight"], parameters.get("bias"), context.ranks, context.sequence)
+        return RowParallelLinear(
+            parameters["weight"], parameters.get("bias"), context.ranks, context.later, context.sequence
+        )
 
 
 parallel_kind("column")(Column)

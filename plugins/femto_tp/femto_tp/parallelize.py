@@ -45,9 +45,13 @@ def parallelize(stage: Stage, mesh: Mesh, *, sequence_parallel: bool, changes: M
     """
     ranks = Ranks.of(mesh)
     heads = cut_heads(stage.config, ranks.size)
-    copies = Ranks(mesh.consecutive(TP, heads.copies))
+    runs = [line[at : at + heads.copies] for line in mesh.lines(TP) for at in range(0, ranks.size, heads.copies)]
+    copies = mesh.new_groups(runs)
+    assert copies is not None
     sequence = Sequence(ranks) if sequence_parallel else None
-    context = Context(mesh=mesh, ranks=ranks, heads=heads, copies=copies, sequence=sequence)
+    context = Context(
+        mesh=mesh, ranks=ranks, heads=heads, copies=Ranks(copies), later=stage.weight_grads, sequence=sequence
+    )
     plan = plan_for(stage, changes)
     cut: dict[int, nn.Parameter] = {}
     names = {id(parameter): name for name, parameter in stage.named_parameters()}
@@ -123,19 +127,25 @@ def cut_sequence(stage: Stage, sequence: Sequence, context: Context) -> None:
     Attention masks and rotary angles are made for the whole sequence, before the first layer. Within a layer, attention
     and MLP see the whole one again.
     """
-    layers = [layer for _, layer in stage.named_layers()]
-    if not layers:
-        return
+    layers = dict(stage.named_layers())
 
-    def leave(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-        # What follows the last stage's norm is the head, whose input gradient is a partial sum on each rank.
-        return sequence.gather(output, partial=stage.last)
+    def leave(partial: bool) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+        return lambda _module, _inputs, output: sequence.gather(output, partial=partial)
 
-    change_input(layers[0], sequence.scatter)
+    for number, chunk in enumerate(stage.chunks):
+        inside = [layers[f"model.layers.{layer}"] for layer in chunk]
+        # What follows the last chunk's norm is the head, whose input gradient is a partial sum on each rank.
+        ends_with_norm = stage.has_head(number)
+        if inside:
+            change_input(inside[0], sequence.scatter)
+            last: nn.Module = stage.body.norm if ends_with_norm else inside[-1]
+            last.register_forward_hook(leave(ends_with_norm))
+        elif ends_with_norm:
+            change_input(stage.body.norm, sequence.scatter)
+            stage.body.norm.register_forward_hook(leave(True))
     for key, group in context.groups.items():
         parent = stage.module.get_submodule(key.rpartition(".")[0])
         change_input(parent, functools.partial(group.gather, sequence=sequence))
-    (stage.body.norm if stage.last else layers[-1]).register_forward_hook(leave)
 
 
 def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from femto_core.deferral import WeightGradients, edges_of
 from femto_tp.ranks import Ranks, saved
 from femto_tp.sequence import SEQUENCE, Sequence
 
@@ -21,17 +22,22 @@ class RowParallelLinear(nn.Module):
     """A linear layer of which this rank holds some inputs."""
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks, sequence: Sequence | None = None
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        ranks: Ranks,
+        later: WeightGradients,
+        sequence: Sequence | None = None,
     ) -> None:
         """`weight` [d_out, inputs of this rank] is this rank's part; `bias` [d_out] is whole, on every rank."""
         super().__init__()
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
-        self._ranks, self._sequence = ranks, sequence
+        self._ranks, self._later, self._sequence = ranks, later, sequence
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, inputs of this rank] -> [b, s, d_out]; under sequence parallelism this rank's part of s."""
-        y = cast(Tensor, _RowLinear.apply(x, self.weight, self._ranks, self._sequence))  # type: ignore[no-untyped-call]
+        y = cast(Tensor, _RowLinear.apply(x, self.weight, self._ranks, self._later, self._sequence))  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -40,8 +46,11 @@ class RowParallelLinear(nn.Module):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: Ranks, sequence: Sequence | None) -> Tensor:
-        ctx.ranks, ctx.in_sequence = ranks, sequence is not None
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ranks: Ranks, later: WeightGradients, sequence: Sequence | None
+    ) -> Tensor:
+        ctx.ranks, ctx.later, ctx.in_sequence = ranks, later, sequence is not None
+        ctx.edges = edges_of([weight])
         ctx.save_for_backward(x, weight)
         partial = F.linear(x, weight)
         return ranks.sum(partial) if sequence is None else ranks.scatter_sum(sequence.pad(partial), SEQUENCE)
@@ -52,5 +61,8 @@ class _RowLinear(torch.autograd.Function):
         x, weight = saved(ctx)
         whole = ctx.ranks.gather(grad, SEQUENCE) if ctx.in_sequence else grad
         dx = whole @ weight if ctx.needs_input_grad[0] else None
-        dweight = whole.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None, None
+        needed = ctx.needs_input_grad[1]
+        (dweight,) = ctx.later.now_or_later(
+            ctx.edges, lambda: [whole.flatten(0, -2).t() @ x.flatten(0, -2) if needed else None]
+        )
+        return dx, dweight, None, None, None

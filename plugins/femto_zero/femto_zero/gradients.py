@@ -49,9 +49,9 @@ class GradientShards:
         self._shares: dict[Bucket, torch.Tensor] = {}
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Around the backward of every micro-batch but the last."""
-        if self._every:
+    def no_sync(self, *, complete: bool = True) -> Iterator[None]:
+        """Around the backward of every micro-batch but the last; `complete`: after it, all its gradients are there."""
+        if self._every and complete:
             yield
             self._finish_backward()
             return

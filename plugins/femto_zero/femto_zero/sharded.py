@@ -69,8 +69,8 @@ class ShardedWeights(Stateless):
         pass
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        with self._gradients.no_sync():
+    def no_sync(self, *, complete: bool = True) -> Iterator[None]:
+        with self._gradients.no_sync(complete=complete):
             yield
         self._end_backward()
 

@@ -54,8 +54,8 @@ class WholeWeights(Stateless):
     def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
         pass
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return self._gradients.no_sync()
+    def no_sync(self, *, complete: bool = True) -> contextlib.AbstractContextManager[None]:
+        return self._gradients.no_sync(complete=complete)
 
     def sync_gradients(self) -> None:
         self._gradients.sync()

@@ -1,0 +1,1 @@
+"""Pipeline parallelism with schedules as data, as a plugin for femto."""
