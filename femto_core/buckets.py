@@ -78,8 +78,14 @@ class Bucket:
         dtype: torch.dtype,
         wire_dtype: torch.dtype,
         group: dist.ProcessGroup | None,
+        at_end: bool = False,
     ) -> None:
-        """Sums are kept in `dtype` and sent in `wire_dtype` along `group`; None: this rank alone has all of them."""
+        """Sums are kept in `dtype` and sent in `wire_dtype` along `group`; None: this rank alone has all of them.
+
+        `at_end`: not sent before backward is over. Ranks that wait for each other's backward, as those of a pipeline do,
+        must not wait for each other inside it.
+        """
+        self.at_end = at_end
         self.parameters = list(parameters)
         self.dtype, self.wire_dtype, self.group = dtype, wire_dtype, group
         self.packing = Packing(tuple(p.numel() for p in self.parameters), group.size() if group else 1)
@@ -157,7 +163,7 @@ class GradientCollector:
         for bucket in self.buckets[self._sent :]:
             bucket.fill_gaps()
             bucket.waiting.clear()
-        self._send_full()
+        self._send_full(at_end=True)
 
     def close(self) -> None:
         """Stop watching; drop the buckets."""
@@ -167,6 +173,8 @@ class GradientCollector:
 
     def _on_grad(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is None:  # put off: torch calls hooks even where a backward returned None
+            return
         bucket = self._home[parameter]
         if not self.holding and parameter not in bucket.waiting:
             raise RuntimeError("a gradient came twice in one step: an earlier backward failed; build a new trainer")
@@ -175,10 +183,12 @@ class GradientCollector:
             bucket.waiting.remove(parameter)
             self._send_full()
 
-    def _send_full(self) -> None:
-        while self._sent < len(self.buckets) and not self.buckets[self._sent].waiting:
+    def _send_full(self, *, at_end: bool = False) -> None:
+        for bucket in self.buckets[self._sent :]:
+            if bucket.waiting or (bucket.at_end and not at_end):
+                return
             self._sent += 1
-            self._send(self.buckets[self._sent - 1])
+            self._send(bucket)
 
 
 def _aligned(numel: int) -> int:

@@ -97,6 +97,7 @@ class AllReduce:
                     dtype=precision.accumulate_dtype(dtype),
                     wire_dtype=precision.reduce_dtype(dtype),
                     group=self._mesh.group(*axes) if axes else None,
+                    at_end=bool({*axes} - {DP}),
                 )
             )
 
@@ -113,6 +114,7 @@ class AllReduce:
             members.append(parameter)
         for (axes, _), members in open_buckets.items():
             close_bucket(axes, members)
+        buckets.sort(key=lambda bucket: bucket.at_end)
         self._collector = GradientCollector(buckets, self._send)
 
     @contextlib.contextmanager
