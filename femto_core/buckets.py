@@ -82,8 +82,8 @@ class Bucket:
     ) -> None:
         """Sums are kept in `dtype` and sent in `wire_dtype` along `group`; None: this rank alone has all of them.
 
-        `at_end`: not sent before backward is over. Ranks that wait for each other's backward, as those of a pipeline do,
-        must not wait for each other inside it.
+        `at_end`: not sent before backward is over. Ranks that wait for each other's backward, as those of a pipeline
+        do, must not wait for each other inside it.
         """
         self.at_end = at_end
         self.parameters = list(parameters)

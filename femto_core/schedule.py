@@ -40,6 +40,9 @@ class Schedule(Protocol):
     ) -> torch.Tensor:
         """Return `then(hidden [b, s, h], head)` for one batch, without gradients: for evaluation and sampling."""
 
+    def in_flight(self, micro_batches: int) -> int:
+        """Return how many of a step's micro-batches may be between forward and backward here at a time."""
+
     def close(self) -> None:
         """End what runs beside the steps."""
 
@@ -79,6 +82,9 @@ class Sequential:
     ) -> torch.Tensor:
         batch = batch.to(self._mesh.device)
         return then(stage.forward(batch.input_ids, batch), stage.head)
+
+    def in_flight(self, micro_batches: int) -> int:
+        return 1
 
     def close(self) -> None:
         pass

@@ -89,7 +89,8 @@ def report(config: Config, plugins: Plugins, ranks: int, rank: int) -> None:
 
     from femto_core.build import build_trainer
     from femto_core.mesh import pick_device
-    from femto_report.phases import counting, measure_step
+    from femto_ops.memory import counting
+    from femto_report.phases import measure_step
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     device = pick_device()

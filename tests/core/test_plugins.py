@@ -377,7 +377,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "femto_wrap_layer": ("name", "layer", "config"),
     "femto_precision": ("config",),
     "femto_sharding": ("config", "mesh"),
-    "femto_grad_sync": ("config", "mesh"),
+    "femto_grad_sync": ("config", "mesh", "sharding"),
     "femto_optimizer": ("config", "groups"),
     "femto_lr_schedule": ("config",),
     "femto_loss": ("config", "mesh"),

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from femto_core.testing import WorkerPool, make_trainer
-from femto_report.phases import LiveBytes, Phase, counting, measure_step
+from femto_ops.memory import LiveBytes, counting
+from femto_report.phases import Phase, measure_step
 
 CPU = torch.device("cpu")
 MIB = 2**20

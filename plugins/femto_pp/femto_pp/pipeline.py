@@ -35,7 +35,7 @@ from femto_pp.lowering import channel_of, lower, source_of
 from femto_pp.partition import divide
 from femto_pp.placement import Placement
 from femto_pp.schedules import Schedule
-from femto_pp.simulate import needed
+from femto_pp.simulate import needed, simulate
 
 TIED = "pp_tied"
 """The ranks that hold the two copies of a tied weight, as an axis of the mesh."""
@@ -143,6 +143,11 @@ class Pipeline:
         result = then(hidden, stage.head) if self._rank == self._last_rank else None
         self._links.drain()
         return self._share(result)
+
+    def in_flight(self, micro_batches: int) -> int:
+        orders = self._schedule.orders(micro_batches, self._placement)
+        chunks = simulate(orders, self._placement, micro_batches).in_flight(self._rank)
+        return -(-chunks // self._placement.chunks)
 
     def close(self) -> None:
         """End what runs beside the steps."""

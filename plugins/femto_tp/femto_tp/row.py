@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from femto_core.deferral import WeightGradients, edges_of
 from femto_tp.ranks import Ranks, saved
@@ -53,6 +54,8 @@ class _RowLinear(torch.autograd.Function):
         ctx.edges = edges_of([weight])
         ctx.save_for_backward(x, weight)
         partial = F.linear(x, weight)
+        if _get_current_dispatch_mode() is not None:  # who may have kept the product: it is not ours to sum into
+            partial = partial.clone()
         return ranks.sum(partial) if sequence is None else ranks.scatter_sum(sequence.pad(partial), SEQUENCE)
 
     @staticmethod

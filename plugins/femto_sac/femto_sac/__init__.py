@@ -1,0 +1,1 @@
+"""Activation checkpointing: full, selective, or to a memory budget, as a plugin for femto."""
