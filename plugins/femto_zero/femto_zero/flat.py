@@ -81,3 +81,16 @@ def kinds_of(names: Sequence[str], stage: Stage, precision: MixedPrecisionManage
         kind = Kind(precision.dtype_of(name, stage), partial, parameters[name].requires_grad)
         found.setdefault(kind, []).append(name)
     return found
+
+
+def cut_by_size(names: Sequence[str], sizes: Sequence[int], limit: float) -> list[list[str]]:
+    """Cut `names` into runs of at most `limit` bytes, one name at least in each."""
+    runs: list[list[str]] = []
+    total = 0
+    for name, size in zip(names, sizes, strict=True):
+        if not runs or total + size > limit:
+            runs.append([])
+            total = 0
+        runs[-1].append(name)
+        total += size
+    return runs

@@ -16,8 +16,8 @@ from femto_core.mesh import Mesh
 from femto_core.precision import MixedPrecisionManager, ParamGroup
 from femto_zero.flat import FlatParameters
 
-IN_FLIGHT = 2
-"""Buckets under way at a time; more would only hold memory."""
+IN_FLIGHT = 1
+"""Buckets under way at a time: each has as long as the next takes to fill. More would only hold memory."""
 
 
 class GradientShards:
@@ -76,7 +76,7 @@ class GradientShards:
             parts = flat.packing.cut_share(share, flat.group.rank())
             for name, part in zip(flat.names, parts, strict=True):
                 compute = groups[name].compute
-                if compute.dtype != part.dtype:
+                if compute.grad_dtype != part.dtype:
                     compute.grad_dtype = part.dtype
                 compute.grad = part
         self._shares = {}
@@ -102,11 +102,10 @@ class GradientShards:
     def _land(self) -> None:
         bucket, share, pending = self._under_way.pop(0)
         pending.wait()
-        sum_so_far = self._shares.get(bucket)
-        if sum_so_far is None:
-            self._shares[bucket] = share.to(torch.promote_types(share.dtype, torch.float32))
-        else:
-            sum_so_far.add_(share)
+        if bucket in self._shares:  # there is something to add up: from here on in fp32 or wider
+            wide = torch.promote_types(share.dtype, torch.float32)
+            share = self._shares[bucket].to(wide).add_(share)
+        self._shares[bucket] = share
 
 
 class Stateless:

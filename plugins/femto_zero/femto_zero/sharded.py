@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,12 @@ from torch import nn
 from femto_core.mesh import DP, Mesh
 from femto_core.model import Stage
 from femto_core.precision import MixedPrecisionManager, ParamGroup
-from femto_zero.flat import FlatParameters, kinds_of
+from femto_zero.flat import FlatParameters, cut_by_size, kinds_of
 from femto_zero.gradients import GradientShards, Stateless
 from femto_zero.units import Unit, plan_units
+
+WORTH_CUTTING = 2**22
+"""Elements: a smaller unit's gradients are not worth a message more."""
 
 
 class ShardedWeights(Stateless):
@@ -39,18 +42,19 @@ class ShardedWeights(Stateless):
         self._gradients: GradientShards
 
     def make_master(self, stage: Stage, precision: MixedPrecisionManager) -> list[ParamGroup]:
-        names = [name for name, _ in stage.named_parameters()]
+        metas = dict(stage.named_parameters())
         group, device = self._mesh.group(DP), self._mesh.device
         plans = plan_units(stage)
         for plan in plans:
             flats = [
-                FlatParameters(members, stage, kind, group, device)
+                FlatParameters(run, stage, kind, group, device)
                 for kind, members in kinds_of(plan.parameters, stage, precision, self._mesh).items()
+                for run in halves(members, metas)
             ]
             self._units.append(Unit(plan.name, flats, in_backward=plan.in_backward))
         flats = [flat for unit in self._units for flat in unit.flats]
         sharded = {name: parameter for flat in flats for name, parameter in flat.parameters.items()}
-        if missing := sorted(set(names) - set(sharded)):
+        if missing := sorted(set(metas) - set(sharded)):
             raise RuntimeError(f"no unit has the parameter {missing[0]}")
         stage.allocate(device, lambda name: precision.dtype_of(name, stage), sharded)
         for flat in flats:
@@ -63,7 +67,7 @@ class ShardedWeights(Stateless):
         self._gradients = GradientShards(
             trainable, self._mesh, precision, every_micro_batch=self._every_micro_batch, group=reductions
         )
-        return [self._groups[name] for name in names]
+        return [self._groups[name] for name in metas]
 
     def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
         pass
@@ -148,6 +152,12 @@ class ShardedWeights(Stateless):
         for unit in self._in_backward:
             unit.release()
         self._in_backward = []
+
+
+def halves(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Cut a large unit into vectors of half its size at most: half its gradients can go while half are to come."""
+    sizes = [parameters[name].numel() for name in names]
+    return [list(names)] if sum(sizes) < WORTH_CUTTING else cut_by_size(names, sizes, sum(sizes) / 2)
 
 
 def _in_backward() -> bool:

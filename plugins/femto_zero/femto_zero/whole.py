@@ -8,7 +8,7 @@ from femto_core import collectives
 from femto_core.mesh import DP, Mesh
 from femto_core.model import Stage
 from femto_core.precision import MixedPrecisionManager, ParamGroup
-from femto_zero.flat import FlatParameters, kinds_of
+from femto_zero.flat import FlatParameters, cut_by_size, kinds_of
 from femto_zero.gradients import GradientShards, Stateless
 
 
@@ -73,16 +73,3 @@ class WholeWeights(Stateless):
     def close(self) -> None:
         self._gradients.close()
         self._flats, self._groups = [], {}
-
-
-def cut_by_size(names: list[str], sizes: list[int], limit: int) -> list[list[str]]:
-    """Cut `names` into runs of at most `limit` bytes, one name at least in each."""
-    runs: list[list[str]] = []
-    total = 0
-    for name, size in zip(names, sizes, strict=True):
-        if not runs or total + size > limit:
-            runs.append([])
-            total = 0
-        runs[-1].append(name)
-        total += size
-    return runs
