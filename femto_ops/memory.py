@@ -50,12 +50,22 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
-                storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = weakref.ref(storage)
+        made = {key: storage for key, storage in self._storages_of(result) if not self._knows(key)}
+        if made:
+            given = {key for key, _ in self._storages_of((args, kwargs))}  # a view of what was there before is not new
+            self._storages |= {key: weakref.ref(storage) for key, storage in made.items() if key not in given}
         self._peak = max(self._peak, self.live())
         return result
+
+    def _knows(self, key: int) -> bool:
+        known = self._storages.get(key)  # an address may have been given to another since
+        return known is not None and known() is not None
+
+    def _storages_of(self, values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
+                storage = tensor.untyped_storage()
+                yield storage._cdata, storage
 
 
 class AllocatorBytes:

@@ -39,6 +39,18 @@ def test_what_is_made_lives_and_dies_is_counted_to_the_byte() -> None:
         del meta
 
 
+def test_what_was_there_before_is_not_counted_nor_are_views_of_it() -> None:
+    before = torch.ones(1000)
+    with LiveBytes(CPU) as counter:
+        view = before.view(10, 100).t()
+        assert counter.live() == 0
+        copy = view.contiguous()
+        assert counter.live() == 4000
+        before.mul_(2)
+        assert counter.live() == 4000
+        del copy
+
+
 def test_what_autograd_saves_counts_until_backward_is_over() -> None:
     with LiveBytes(CPU) as counter:
         x = torch.ones(100, requires_grad=True)
