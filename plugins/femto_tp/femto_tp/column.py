@@ -57,8 +57,9 @@ class ColumnGroup:
     The first that is called computes all of them; the others, called with the very same tensor, find their outputs.
     """
 
-    def __init__(self, ranks: Ranks, later: WeightGradients) -> None:
-        self._ranks, self._later = ranks, later
+    def __init__(self, ranks: Ranks, later: WeightGradients, *, sums_input_grad: bool = True) -> None:
+        """Without `sums_input_grad` the input's gradient stays a partial sum, which whoever gathered the input sums."""
+        self._ranks, self._later, self._sums_input_grad = ranks, later, sums_input_grad
         self.members: list[ColumnParallelLinear] = []
         self._input: Tensor | None = None
         self._outputs: dict[ColumnParallelLinear, Tensor] = {}
@@ -78,7 +79,9 @@ class ColumnGroup:
             gathered, self._gathered = self._gathered, None
             part = gathered[1] if gathered is not None and gathered[0] is x else None
             weights, biases = zip(*(m.shared_parameters() for m in self.members), strict=True)
-            outputs = column_linears(x, weights, biases, self._ranks, self._later, part)
+            outputs = column_linears(
+                x, weights, biases, self._ranks, self._later, part, sums_input_grad=self._sums_input_grad
+            )
             self._input, self._outputs = x, dict(zip(self.members, outputs, strict=True))
         output = self._outputs.pop(member)
         if not self._outputs:
@@ -93,6 +96,8 @@ def column_linears(
     ranks: Ranks,
     later: WeightGradients,
     part: Tensor | None = None,
+    *,
+    sums_input_grad: bool = True,
 ) -> tuple[Tensor, ...]:
     """Return y_i = x W_i^T + b_i for column layers of one input, which share one sum of its gradient.
 
@@ -104,9 +109,13 @@ def column_linears(
         later: is asked in backward whether to put off the weights' gradients.
         part: the part [b, s / size, d_in] of the sequence from which `x` was gathered; it is saved for backward in the
             place of `x`, and receives the gradient.
+        sums_input_grad: all-reduce the gradient of `x`; otherwise it stays this rank's partial sum. That of a `part` is
+            whole in any case.
     """
     source, whole = (x, None) if part is None else (part, x.detach())
-    outputs: tuple[Tensor, ...] = _ColumnLinears.apply(source, whole, ranks, later, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _ColumnLinears.apply(  # type: ignore[no-untyped-call]
+        source, whole, ranks, later, sums_input_grad, len(weights), *weights, *biases
+    )
     return outputs
 
 
@@ -118,12 +127,13 @@ class _ColumnLinears(torch.autograd.Function):
         whole: Tensor | None,
         ranks: Ranks,
         later: WeightGradients,
+        sums_input_grad: bool,
         count: int,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         ctx.ranks, ctx.later, ctx.in_sequence = ranks, later, whole is not None
-        ctx.edges = edges_of(parameters)
+        ctx.sums_input_grad, ctx.edges = sums_input_grad, edges_of(parameters)
         ctx.save_for_backward(source, *weights)
         x = source if whole is None else whole
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
@@ -144,7 +154,7 @@ class _ColumnLinears(torch.autograd.Function):
             dx = source.new_zeros(shape) if dx is None else dx.view(shape)
             if ctx.in_sequence:
                 dx, arrival = ranks.start_scatter_sum(dx, SEQUENCE)
-            else:
+            elif ctx.sums_input_grad:
                 arrival = ranks.start_sum(dx)
 
         def weight_grads() -> list[Tensor | None]:
@@ -160,4 +170,4 @@ class _ColumnLinears(torch.autograd.Function):
         found = ctx.later.now_or_later(ctx.edges, weight_grads)
         if arrival is not None:
             arrival.wait()
-        return dx, None, None, None, None, *found
+        return dx, *[None] * 5, *found

@@ -127,7 +127,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             if smoothing:
                 logits.sub_(smoothing / vocab)
             if mine:
-                logits.scatter_add_(1, column, (is_here * (smoothing - 1.0)).to(wide).unsqueeze(1))
+                logits.scatter_add_(1, column, (is_here.to(wide) * (smoothing - 1.0)).unsqueeze(1))
             pull = logits.to(hidden.dtype)
             if dhidden is not None:
                 torch.mm(pull, weight, out=dhidden[at : at + chunk])

@@ -91,7 +91,10 @@ class Context:
         parent, _, own = name.rpartition(".")
         shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
         key = f"{parent}.{shared.get(own, own)}"
-        return self.groups.setdefault(key, ColumnGroup(self.ranks, self.later))
+        if key not in self.groups:
+            # Under sequence parallelism whoever gathered the input sums its gradient.
+            self.groups[key] = ColumnGroup(self.ranks, self.later, sums_input_grad=self.sequence is None)
+        return self.groups[key]
 
 
 class ParallelKind(Protocol):
