@@ -48,6 +48,14 @@ PAIRS = {
         (ZERO3, Entry("fsdp2")),
         (ZERO3, Entry("deepspeed-3")),
     ],
+    "model parallel": [
+        (Entry("femto+bf16+tp"), Entry("dtensor-tp")),
+        (Entry("femto+bf16+tp+tp.sequence_parallel=true"), Entry("dtensor-tp")),
+        (Entry("femto+bf16+pp"), Entry("torch-1f1b")),
+        (Entry("femto+bf16+pp+pp.schedule=gpipe"), Entry("torch-gpipe")),
+        (Entry("femto+bf16+pp+pp.schedule=zb"), Entry("torch-1f1b")),
+    ],
+    "checkpointing": [(Entry("femto+bf16+sac"), Entry("ddp-bf16-checkpoint"))],
 }
 """Tables by name: femto, and the peer it is measured against."""
 SCALING = {"fp32": [Entry("femto", ranks=1), Entry("femto", ranks=1, batch=Workload().batch // 2)]}

@@ -1,6 +1,6 @@
 """One contender in one run: `torchrun -m benchmarks.contender NAME`; rank 0 prints a JSON line of what it measured.
 
-A name of `benchmarks.peers`, or femto with its plugins: femto, femto+bf16, femto+bf16+zero3.
+A name of `benchmarks.peers`, or femto with its plugins and settings: femto, femto+bf16+zero3, femto+pp+pp.schedule=zb.
 """
 
 from __future__ import annotations
@@ -23,10 +23,19 @@ from femto_core.metrics import peak_memory_mib
 from femto_core.testing import make_trainer
 
 
-def femto(workload: Workload, plugins: list[str]) -> Callable[[], float]:
-    """femto's own trainer, with its defaults."""
-    settings = workload.settings(dist.get_world_size())
+def femto(workload: Workload, words: list[str]) -> Callable[[], float]:
+    """femto's own trainer: plugins, and settings such as pp.schedule=zb."""
+    plugins = [word for word in words if "=" not in word]
+    given = [word.partition("=") for word in words if "=" in word]
+    world = dist.get_world_size()
+    dp = 1 if {"tp", "pp"} & {*plugins} else world
+    settings = workload.settings(dp)
     settings["train"]["dtype"] = "float32"
+    for plugin in {"tp", "pp"} & {*plugins}:
+        settings[plugin] = {"size": world}
+    for key, _, value in given:
+        section, _, name = key.partition(".")
+        settings.setdefault(section, {})[name] = {"true": True, "false": False}.get(value, value)
     trainer = make_trainer(settings, plugins, {"stream": StreamTask(workload)})
     return lambda: trainer.train_step().loss
 

@@ -29,6 +29,11 @@ def check(accepts: Callable[[Any], bool], reason: str) -> Callable[[Any, attrs.A
 positive = check(lambda v: v > 0, "must be greater than 0")
 not_negative = check(lambda v: v >= 0, "must not be negative")
 share = check(lambda v: 0 <= v < 1, "must lie in [0, 1)")
+wide = check(
+    lambda v: v in ("float32", "float64"),
+    "must be float32 or float64; a narrower one to compute with is for a precision plugin to bring, beside float32 "
+    "(femto plugins lists who takes that seat)",
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -51,8 +56,8 @@ class TrainSection:
     """Stop cleanly after this many steps of the run, as a kill would; 0: run to the end."""
     seed: int = attrs.field(default=0, validator=not_negative)
     """Decides initial weights, data order and dropout."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Element type of weights, gradients and optimizer state when no precision plugin is active."""
+    dtype: str = attrs.field(default="float32", validator=wide)
+    """float32 or float64: of weights, gradients and optimizer state when no precision plugin is active."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs)."""
     threads: int = attrs.field(default=0, validator=not_negative)
