@@ -6,13 +6,16 @@ CPUS := $(shell $(PYTHON) -c "import os; print(min(2, os.cpu_count() or 1))")
 PLUGINS := $(dir $(wildcard plugins/*/pyproject.toml))
 SETUP := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: train test lint bench clean
+.PHONY: train test test-full lint bench clean
 
 train: $(VENV)/ready ## train a small Llama on the standard library's sources, two processes
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(CPUS) -m femto_core
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(CPUS) --dist loadfile
+
+test-full: $(VENV)/ready ## the long ones too
+	$(BIN)/python -m pytest -m 'slow or not slow'
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -19,11 +19,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from femto_core.batch import Batch
-from femto_core.deferral import WeightGradients
 from femto_core.errors import UserError
 from femto_core.layout import ParamLayout
 from femto_core.sections import ModelSection
 from femto_core.weights import RandomWeights, SafetensorsWeights, WeightSource
+from femto_ops.deferral import WeightGradients
 from femto_ops.thrift import make_thrifty
 
 ANATOMY = ("embed_tokens", "layers", "norm", "rotary_emb")

@@ -1,4 +1,7 @@
-"""What all tests share: a pool of workers for the whole session, a world of one rank, a model with dropout."""
+"""What all tests share: a pool of workers for the whole session, a world of one rank, a model with dropout.
+
+Those marked `slow` run only when asked for, by `-m slow`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,17 @@ from femto_core.hookspecs import hookimpl
 from femto_core.mesh import init_process_group
 from femto_core.model import FullModel
 from femto_core.testing import RandomTask, WorkerPool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes minutes; runs only with -m slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "slow" not in str(config.getoption("markexpr")):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="runs only with -m slow"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Shared by the tests of checkpoints: the long ones run only when asked for by `-m slow`."""
+"""Shared by the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ import pytest
 
 from femto_core.testing import WorkerPool
 from tests.checkpoint.runs import train_until, values
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes minutes; runs only with -m slow")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "slow" not in str(config.getoption("markexpr")):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="runs only with -m slow"))
 
 
 @pytest.fixture(scope="module")

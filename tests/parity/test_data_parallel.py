@@ -340,7 +340,7 @@ class SyncsEveryMicroBatch(RandomTask):
                 self.counts = 0
 
             @contextlib.contextmanager
-            def no_sync(self) -> Iterator[None]:
+            def no_sync(self, *, complete: bool = True) -> Iterator[None]:
                 with super().no_sync():
                     yield
                 for bucket in self._collector.buckets:

@@ -1,4 +1,4 @@
-"""Models that are hard to shard: adapters used now and then, frozen parts, regions recomputed; and what stages share."""
+"""Models that are hard to shard: adapters used now and then, frozen parts, regions recomputed; settings of stages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from femto_zero.sharded import ShardedWeights
 from femto_zero.units import Unit
 
 Values = dict[str, dict[str, Any]]
-SMALL_BUCKETS: Values = {"zero": {"bucket_mib": 0.002}}
+SMALL_BUCKETS: Values = {"zero": {"bucket_mib": 0.006}}
 STAGES: dict[str, tuple[tuple[str, ...], Values]] = {
     "stage 0": ((), {}),
     "stage 1": (("zero1",), SMALL_BUCKETS),
@@ -59,6 +59,11 @@ class Adapted(nn.Linear):
 
     use: str
     calls: int
+    narrow: nn.Parameter
+    wide: nn.Parameter
+    scalar: nn.Parameter
+    one: nn.Parameter
+    empty: nn.Parameter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.linear(x, self.weight, self.bias)

@@ -39,6 +39,8 @@ def draw(words: Sequence[str]) -> int:
     config = tyro.cli(DrawConfig, args=list(words), prog="femto pp-draw", description=DrawConfig.__doc__)
     if config.size < 1 or config.micro_batches < 1:
         raise UserError(f"--size {config.size} and --micro-batches {config.micro_batches} must be at least 1")
+    if config.chunks < 0:
+        raise UserError(f"--chunks {config.chunks} must not be negative")
     chunks = chunks_of(PPSection(schedule=config.schedule, chunks=config.chunks))
     placement = Placement(config.size, chunks)
     simulation = play(config.schedule, config.micro_batches, placement)
@@ -46,7 +48,10 @@ def draw(words: Sequence[str]) -> int:
     in_flight = ", ".join(str(simulation.in_flight(rank)) for rank in range(config.size))
     print(f"\n{config.schedule}: bubble {simulation.bubble:.1%}, forwards in flight {in_flight}")
     if config.output is not None:
-        as_picture(simulation, config.schedule, config.output)
+        try:
+            as_picture(simulation, config.schedule, config.output)
+        except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
+            raise UserError(f"--output {config.output} cannot be written: {error}") from None
         print(f"wrote {config.output}")
     return 0
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from femto_core.deferral import WeightGradients, edges_of
 from femto_core.model import Stage
+from femto_ops.deferral import WeightGradients, edges_of
 
 
 class SplittingLinear(nn.Linear):
@@ -45,7 +45,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = grad @ weight if ctx.needs_input_grad[0] else None
         weight_edge, bias_edge = ctx.edges
-        rows, flat = x.flatten(0, -2), grad.flatten(0, -2)
+        rows, flat = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         found = ctx.later.now_or_later(
             ctx.edges, lambda: [flat.t() @ rows if weight_edge else None, flat.sum(0) if bias_edge else None]
         )

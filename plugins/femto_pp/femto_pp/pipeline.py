@@ -13,11 +13,11 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from femto_core.batch import Batch
-from femto_core.deferral import Later
 from femto_core.loss import Loss
 from femto_core.mesh import Mesh
 from femto_core.model import FullModel, Stage
 from femto_core.sync import GradientSynchronizer
+from femto_ops.deferral import Later
 from femto_pp.actions import (
     Action,
     Backward,
@@ -159,12 +159,14 @@ class Pipeline:
 
     def _make_plan(self, micro_batches: int) -> tuple[tuple[Compute, ...], list[Step]]:
         orders = self._schedule.orders(micro_batches, self._placement)
+        # One that is broken would hang, or silently leave gradients out.
+        simulate(orders, self._placement, micro_batches, splits=self._schedule.splits_backward)
         return orders[self._rank], lower(orders, self._placement, self._rank)
 
     def _listen(self, stage: Stage, run: Run, steps: Sequence[Step], number: int) -> None:
         """Start every receive up to the computation after this one, so that it runs beside this one."""
-        later = [at for at, step in enumerate(steps) if at > number and isinstance(step, Compute)]
-        until = later[0] if later else len(steps)
+        following = range(number + 1, len(steps))
+        until = next((at for at in following if isinstance(steps[at], Compute)), len(steps))
         for step in steps[run.heard : until]:
             incoming = receive_of(step)
             if incoming is not None:

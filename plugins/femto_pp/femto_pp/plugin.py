@@ -68,12 +68,16 @@ class PipelineParallelism:
         return Pipeline(mesh, placement, SCHEDULES[section.schedule], section.layers)
 
     @hookimpl
-    def femto_parallelize(self, stage: Stage, config: Config) -> None:
+    def femto_parallelize(self, stage: Stage, mesh: Mesh, config: Config) -> None:
+        import torch
+
         from femto_pp.linear import split_linears
         from femto_pp.schedules import SCHEDULES
 
         if SCHEDULES[config.section(PPSection).schedule].splits_backward:
             split_linears(stage)
+        # Layers at the same place of two stages would otherwise drop out alike: each stage draws its own numbers.
+        torch.manual_seed(torch.initial_seed() + 104_729 * mesh.coordinate("pp"))
 
 
 def chunks_of(section: PPSection) -> int:
@@ -96,7 +100,7 @@ def chunks_of(section: PPSection) -> int:
 
 
 def draw_command(words: Sequence[str]) -> int:
-    """`femto pp-draw SCHEDULE [--size N] [--micro-batches N] [--chunks N] [--output FILE.png]`."""
+    """`femto pp-draw [--schedule NAME] [--size N] [--micro-batches N] [--chunks N] [--output FILE.png]`."""
     from femto_pp.draw import draw
 
     return draw(words)

@@ -61,14 +61,22 @@ class Simulation:
 
 
 def simulate(
-    orders: Sequence[Order], placement: Placement, micro_batches: int, costs: Mapping[str, float] = COSTS
+    orders: Sequence[Order],
+    placement: Placement,
+    micro_batches: int,
+    costs: Mapping[str, float] = COSTS,
+    *,
+    splits: bool | None = None,
 ) -> Simulation:
     """Run all ranks' orders against each other, sends being free and never blocking.
+
+    `splits`: whether backward has two halves; None: it does where there is any `WeightBackward`.
 
     Raises `BrokenScheduleError` where an action is missing or done twice, where ranks wait for each other for ever,
     where a message is never received, or received in another order than it was sent.
     """
-    splits = any(isinstance(action, WeightBackward) for order in orders for action in order)
+    if splits is None:
+        splits = any(isinstance(action, WeightBackward) for order in orders for action in order)
     check_complete(orders, placement, micro_batches, splits)
     check_messages(orders, placement)
     duration = {Forward: costs["F"], Backward: costs["B"] + (0 if splits else costs["W"]), WeightBackward: costs["W"]}
@@ -149,4 +157,5 @@ def check_messages(orders: Sequence[Order], placement: Placement) -> None:
 
 def play(name: str, micro_batches: int, placement: Placement) -> Simulation:
     """Simulate a registered schedule."""
-    return simulate(SCHEDULES[name].orders(micro_batches, placement), placement, micro_batches)
+    found = SCHEDULES[name]
+    return simulate(found.orders(micro_batches, placement), placement, micro_batches, splits=found.splits_backward)

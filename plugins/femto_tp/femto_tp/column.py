@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from femto_core.deferral import WeightGradients, edges_of
+from femto_ops.deferral import WeightGradients, edges_of
 from femto_tp.ranks import Ranks, saved
 from femto_tp.regions import copy_to_tp_region
 from femto_tp.sequence import SEQUENCE, Sequence
@@ -42,7 +42,7 @@ class ColumnParallelLinear(nn.Module):
 
     def shared_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias, whose gradients will be the sums over all copies."""
-        if self.copies is None:
+        if self.copies is None or not torch.is_grad_enabled():
             return self.weight, self.bias
         bias = None if self.bias is None else copy_to_tp_region(self.bias, self.copies)
         return copy_to_tp_region(self.weight, self.copies), bias
@@ -65,14 +65,9 @@ class ColumnGroup:
         self._outputs: dict[ColumnParallelLinear, Tensor] = {}
         self._gathered: tuple[Tensor, Tensor] | None = None
 
-    def gather(self, x: Tensor, sequence: Sequence) -> Tensor:
-        """Return the whole sequence [b, s, d_in] of which `x` is this rank's part: the layers' input to come.
-
-        Called with it, they save only the part for backward. Anybody else may use it too.
-        """
-        whole = sequence.gather(x, partial=True)
-        self._gathered = whole, x
-        return whole
+    def expect(self, whole: Tensor, part: Tensor) -> None:
+        """The layers' input to come is `whole`, gathered from parts: called with it, they save only the part."""
+        self._gathered = whole, part
 
     def output_of(self, member: ColumnParallelLinear, x: Tensor) -> Tensor:
         if x is not self._input or member not in self._outputs:
@@ -87,6 +82,17 @@ class ColumnGroup:
         if not self._outputs:
             self._input = None
         return output
+
+
+def gather_for(groups: SequenceOf[ColumnGroup], sequence: Sequence, x: Tensor) -> Tensor:
+    """Return the whole sequence [b, s, d_in] of which `x` is this rank's part: the input to come of `groups`.
+
+    Anybody else may use it too.
+    """
+    whole = sequence.gather(x, partial=True)
+    for group in groups:
+        group.expect(whole, x)
+    return whole
 
 
 def column_linears(
@@ -134,6 +140,7 @@ class _ColumnLinears(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         ctx.ranks, ctx.later, ctx.in_sequence = ranks, later, whole is not None
         ctx.sums_input_grad, ctx.edges = sums_input_grad, edges_of(parameters)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(source, *weights)
         x = source if whole is None else whole
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)

@@ -14,9 +14,9 @@ from typing import Protocol, TypeVar
 import attrs
 from torch import nn
 
-from femto_core.deferral import WeightGradients
 from femto_core.layout import Box
 from femto_core.mesh import Mesh
+from femto_ops.deferral import WeightGradients
 from femto_tp.column import ColumnGroup, ColumnParallelLinear
 from femto_tp.cuts import HeadCut, even
 from femto_tp.embedding import VocabParallelEmbedding

@@ -14,6 +14,7 @@ from torch import nn
 from femto_core.errors import UserError, suggest
 from femto_core.mesh import Mesh
 from femto_core.model import Stage
+from femto_tp.column import ColumnGroup, gather_for
 from femto_tp.cuts import cut_heads
 from femto_tp.kinds import KINDS, Context
 from femto_tp.ranks import TP, Ranks
@@ -41,7 +42,8 @@ PLANS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3}
 def parallelize(stage: Stage, mesh: Mesh, *, sequence_parallel: bool, changes: Mapping[str, str]) -> None:
     """Cut the stage over the mesh's axis tp, in place. `changes` are added to the plan of the model's family.
 
-    Raises `UserError` for a module that no pattern knows, a kind that does not exist, and heads that cannot be cut.
+    Raises `UserError` for a module that no pattern knows, a kind that does not exist or has no place for one of the
+    module's parameters, and heads that cannot be cut.
     """
     ranks = Ranks.of(mesh)
     heads = cut_heads(stage.config, ranks.size)
@@ -79,7 +81,14 @@ def parallelize(stage: Stage, mesh: Mesh, *, sequence_parallel: bool, changes: M
                 cut[id(parameter)] = nn.Parameter(local, parameter.requires_grad)
             parameters[suffix] = cut[id(parameter)]
         parent, _, own = name.rpartition(".")
-        setattr(stage.module.get_submodule(parent), own, kind.build(name, module, parameters, context))
+        built = kind.build(name, module, parameters, context)
+        kept = {id(parameter) for parameter in built.parameters()}
+        if lost := [suffix for suffix, parameter in parameters.items() if id(parameter) not in kept]:
+            raise UserError(
+                f"tp's kind {plan[name]!r} has no place for the parameter {lost[0]} of {name} "
+                f"({type(module).__name__}); name a kind that has in [tp.plan]"
+            )
+        setattr(stage.module.get_submodule(parent), own, built)
     count_local_heads(stage, context)
     if sequence is not None:
         cut_sequence(stage, sequence, context)
@@ -143,9 +152,11 @@ def cut_sequence(stage: Stage, sequence: Sequence, context: Context) -> None:
         elif ends_with_norm:
             change_input(stage.body.norm, sequence.scatter)
             stage.body.norm.register_forward_hook(leave(True))
+    parents: dict[str, list[ColumnGroup]] = {}
     for key, group in context.groups.items():
-        parent = stage.module.get_submodule(key.rpartition(".")[0])
-        change_input(parent, functools.partial(group.gather, sequence=sequence))
+        parents.setdefault(key.rpartition(".")[0], []).append(group)
+    for parent, groups in parents.items():
+        change_input(stage.module.get_submodule(parent), functools.partial(gather_for, groups, sequence))
 
 
 def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

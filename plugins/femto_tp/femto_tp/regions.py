@@ -55,11 +55,14 @@ class CopyToTPRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
+        ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:  # put off, on all ranks alike
+            return None, None
         return ctx.ranks.sum(grad.clone(memory_format=torch.contiguous_format)), None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from femto_core.deferral import WeightGradients, edges_of
+from femto_ops.deferral import WeightGradients, edges_of
 from femto_tp.ranks import Ranks, saved
 from femto_tp.sequence import SEQUENCE, Sequence
 
