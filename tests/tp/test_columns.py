@@ -128,7 +128,6 @@ def change_in_place() -> bool:
         return torch.allclose(layers["k"](x), F.linear(x, FULL["k"][0])[..., cut])
 
 
-@pytest.mark.xfail(strict=True, reason="a group knows its input by identity alone, not by its version")
 def test_an_input_changed_in_place_is_another_input(pool: WorkerPool) -> None:
     assert all(pool.run(2, change_in_place))
 

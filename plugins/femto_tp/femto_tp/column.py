@@ -62,6 +62,7 @@ class ColumnGroup:
         self._ranks, self._later, self._sums_input_grad = ranks, later, sums_input_grad
         self.members: list[ColumnParallelLinear] = []
         self._input: Tensor | None = None
+        self._version = 0
         self._outputs: dict[ColumnParallelLinear, Tensor] = {}
         self._gathered: tuple[Tensor, Tensor] | None = None
 
@@ -70,14 +71,15 @@ class ColumnGroup:
         self._gathered = whole, part
 
     def output_of(self, member: ColumnParallelLinear, x: Tensor) -> Tensor:
-        if x is not self._input or member not in self._outputs:
+        version = 0 if x.is_inference() else x._version  # changed in place, it is another input
+        if x is not self._input or version != self._version or member not in self._outputs:
             gathered, self._gathered = self._gathered, None
             part = gathered[1] if gathered is not None and gathered[0] is x else None
             weights, biases = zip(*(m.shared_parameters() for m in self.members), strict=True)
             outputs = column_linears(
                 x, weights, biases, self._ranks, self._later, part, sums_input_grad=self._sums_input_grad
             )
-            self._input, self._outputs = x, dict(zip(self.members, outputs, strict=True))
+            self._input, self._version, self._outputs = x, version, dict(zip(self.members, outputs, strict=True))
         output = self._outputs.pop(member)
         if not self._outputs:
             self._input = None
