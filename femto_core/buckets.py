@@ -165,6 +165,18 @@ class GradientCollector:
             bucket.waiting.clear()
         self._send_full(at_end=True)
 
+    def finish(self, buckets: Sequence[Bucket]) -> None:
+        """Backward is past these buckets: send them, with zeros for parameters that got no gradient.
+
+        To be called at the same point of backward on every rank, which need not have used the same parameters.
+        """
+        if not self.holding:
+            for bucket in buckets:
+                if bucket.waiting:
+                    bucket.fill_gaps()
+                    bucket.waiting.clear()
+            self._send_full()
+
     def close(self) -> None:
         """Stop watching; drop the buckets."""
         for handle in self._handles:

@@ -71,9 +71,10 @@ def grad_norm_squared(groups: Sequence[ParamGroup], mesh: Mesh) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=mesh.device)
     norms: list[torch.Tensor] = []
     for dtype in {grad.dtype for grad in grads}:
-        wide = torch.promote_types(dtype, torch.float32)
-        norms.extend(torch._foreach_norm([grad for grad in grads if grad.dtype == dtype], dtype=wide))
-    return torch.stack([n.double() for n in norms]).square().sum()
+        # In float64, so that the norm, and what clipping makes of it, does not depend on how gradients are cut.
+        same = [grad for grad in grads if grad.dtype == dtype]
+        norms.extend(torch._foreach_norm(same, dtype=torch.float64))
+    return torch.stack(norms).square().sum()
 
 
 def clip_grads(groups: Sequence[ParamGroup], norm: float, limit: float) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import re
 import subprocess
 import sys
-import time
 import tokenize
 from pathlib import Path
 
@@ -349,10 +349,11 @@ def test_commands_that_only_talk_load_no_heavy_library(words: list[str], tmp_pat
 
 def test_femto_plugins_answers_in_under_a_second(tmp_path: Path) -> None:
     seconds = []
-    for _ in range(5):  # the best of five: a busy machine is not femto's fault
-        started = time.perf_counter()
+    for _ in range(5):  # CPU time, and the best of five: a busy machine is not femto's fault
+        before = os.times()
         subprocess.run([sys.executable, "-m", "femto_core", "plugins"], check=True, capture_output=True, cwd=tmp_path)
-        seconds.append(time.perf_counter() - started)
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
         if seconds[-1] < 1:
             break
     assert min(seconds) < 1

@@ -23,6 +23,8 @@ from femto_zero.sharded import ShardedWeights
 from femto_zero.units import Unit
 from tests.pp.tasks import NAMES, Values, merged, pipeline, pipeline_of
 
+pytestmark = pytest.mark.slow
+
 WIDE: Values = {
     "train": {"steps": 4, "dtype": "float32"},
     "model": {"layers": 4, "hidden_size": 32, "intermediate_size": 64},

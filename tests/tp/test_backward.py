@@ -17,6 +17,8 @@ from femto_core.testing import RandomTask, WorkerPool, assemble, make_trainer, t
 from tests.conftest import DropoutTask
 from tests.tp.tools import Values, merged, tp, train_tp
 
+pytestmark = pytest.mark.slow
+
 MODEL: Values = {"model": {"family": "qwen2", "heads": 4, "kv_heads": 2, "vocab_size": 37}, "data": {"micro_batch": 2}}
 CUTS = [(2, False), (2, True), (4, False), (4, True)]
 IDS = ["tp 2", "tp 2, parts of rows", "tp 4, copies", "tp 4, copies, parts of rows"]

@@ -18,6 +18,8 @@ from femto_core.trainer import Trainer
 from tests.core.test_sync import Breaks, tensor_bytes
 from tests.zero.tasks import STAGES, Values, merged
 
+pytestmark = pytest.mark.slow
+
 EARLY = 10
 BUILDS = {"stage 0": 40, "stage 1": 40, "stage 2": 40, "stage 3": 100}  # only stage 3 hangs hooks on modules
 

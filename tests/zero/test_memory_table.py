@@ -7,6 +7,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 LIMITS = {"bf16": 1653, "bf16,zero1": 460, "bf16,zero2": 443, "bf16,zero3": 384}
 """MiB that a trainer of the same design needed for this model at 16 tokens a row; femto needs at most 0.8 of it."""
 MODEL = {

@@ -81,6 +81,10 @@ class GradientShards:
                 compute.grad = part
         self._shares = {}
 
+    def finish(self, flats: Sequence[FlatParameters]) -> None:
+        """Backward is past these parameters, on every rank: reduce their gradients, used or not."""
+        self._collector.finish([bucket for bucket, flat in self._flats.items() if flat in flats])
+
     def close(self) -> None:
         """Stop watching the parameters."""
         self._collector.close()

@@ -141,6 +141,10 @@ class ShardedWeights(Stateless):
     def _before_backward(self, unit: Unit) -> None:
         for other in self._in_backward:
             if other is not unit:
+                # A rank that did not use all of it must not keep others waiting for sums while it waits for weights.
+                # One that comes earlier in forward has backward yet to come: a tied embedding, after the head.
+                if self._units.index(other) > self._units.index(unit):
+                    self._gradients.finish(other.flats)
                 other.release()
         self._in_backward = [unit]
         unit.gather()
