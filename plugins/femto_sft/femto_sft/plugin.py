@@ -1,0 +1,76 @@
+"""The hooks of plugin sft. Imports of torch and transformers wait until a run needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from femto_core.errors import UserError
+from femto_core.hookspecs import hookimpl
+from femto_core.sections import OptimSection
+from femto_sft.section import SFTSection
+
+if TYPE_CHECKING:
+    from femto_core.cli import CommandRegistry
+    from femto_core.config import Config
+    from femto_core.data import Collator, Dataset
+
+
+class SupervisedFineTuning:
+    """Takes the seats of dataset and collator, and adds `femto sft-inspect`."""
+
+    @hookimpl
+    def femto_config_section(self) -> tuple[str, type[SFTSection]]:
+        return "sft", SFTSection
+
+    @hookimpl
+    def femto_commands(self, registry: CommandRegistry) -> None:
+        def run(words: Sequence[str]) -> int:
+            from femto_sft.inspection import inspect_command
+
+            return inspect_command([*words, "--plugins", ",".join(registry.plugins)])
+
+        registry.add("sft-inspect", "show conversations token by token, and what of them is trained", run)
+
+    @hookimpl
+    def femto_validate(self, config: Config) -> None:
+        section = config.section(SFTSection)
+        if not section.path:
+            raise UserError("plugin sft needs conversations: --sft.path FILE.jsonl, or a Hugging Face dataset")
+        if config.data.path:
+            raise UserError(f"data.path = {config.data.path!r} has no effect beside plugin sft; give sft.path alone")
+        if not section.tokenizer and not config.model.path:
+            raise UserError("plugin sft needs the model's tokenizer: set model.path, or sft.tokenizer")
+
+    @hookimpl
+    def femto_dataset(self, config: Config, split: str) -> Dataset:
+        import torch.distributed as dist
+
+        from femto_sft.cache import packed_rows, report
+        from femto_sft.rows import ConversationRows
+
+        directory = packed_rows(config.section(SFTSection), seq_len=config.data.seq_len, model=config.model.path)
+        if split == "train" and (not dist.is_initialized() or dist.get_rank() == 0):
+            for line in [*report(directory), *advice(config)]:
+                print(f"sft      {line}", flush=True)
+        return ConversationRows(directory, split)
+
+    @hookimpl
+    def femto_collator(self) -> Collator:
+        from femto_sft.collator import collate
+
+        return collate
+
+
+def advice(config: Config) -> list[str]:
+    """Return what a run is told about settings that suit training from scratch better than fine-tuning."""
+    lines = []
+    usual = OptimSection().lr
+    if config.optim.lr >= usual:
+        lines.append(
+            f"WARNING  optim.lr = {config.optim.lr:g} suits training from scratch; fine-tuning takes half to one order "
+            f"of magnitude less, such as --optim.lr {usual / 10:g}"
+        )
+    if config.data.remainder == "drop":
+        lines.append("data.remainder = drop leaves up to a batch of rows out of each epoch; pad trains them too")
+    return lines

@@ -1,0 +1,168 @@
+"""From sources to packed rows in the cache: read, encoded, cut, held out, packed, written."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import attrs
+import numpy as np
+import xxhash
+
+from femto_core.errors import UserError
+from femto_sft.conversation import Conversation, NoConversation, Problem
+from femto_sft.counts import Counts
+from femto_sft.encoder import Encoder
+from femto_sft.formats import FORMATS, Format, read_row, recognise
+from femto_sft.packing import PACKINGS
+from femto_sft.rows import DTYPES, SPLITS
+from femto_sft.section import SFTSection
+from femto_sft.sources import Source
+from femto_sft.tokens import Tokens, fit
+
+_TOGETHER = 256  # conversations that are encoded at once
+
+
+@attrs.frozen
+class Found:
+    """A conversation with its place, or what is wrong there."""
+
+    where: str
+    conversation: Conversation | Problem
+
+
+@attrs.define
+class Reader:
+    """Reads sources in order; afterwards it knows what they were."""
+
+    sources: Sequence[Source]
+    format: str
+    counts: Counts
+    formats: dict[str, str] = attrs.field(factory=dict)
+    """Format of each source that was read, by its name."""
+    ignored: set[str] = attrs.field(factory=set)
+    """Keys of first rows that nothing is done with."""
+
+    def read(self) -> Iterator[Found]:
+        """Yield everything but blank lines. Raises `UserError` for a source in no known format."""
+        for source in self.sources:
+            format: Format | None = None  # noqa: A001 - it is what is meant
+            for line in source.lines():
+                if line.row is None:
+                    self.counts.blank += 1
+                    continue
+                if isinstance(line.row, Problem):
+                    yield Found(line.where, line.row)
+                    continue
+                if not line.row:  # an empty object says nothing about the format
+                    yield Found(line.where, Conversation(()))
+                    continue
+                if format is None:
+                    format = FORMATS[self.format] if self.format != "auto" else recognise(line.row)  # noqa: A001
+                    if format is None:
+                        known = "; ".join(f"{f.name}: {' and '.join(f.keys)}" for f in FORMATS.values())
+                        raise UserError(
+                            f"{line.where}: the keys {', '.join(map(repr, line.row))} are those of no known format "
+                            f"({known}); rename them, or say which it is with sft.format"
+                        )
+                    self.formats[source.name] = format.name
+                    self.ignored |= {str(key) for key in line.row} - {*format.keys, *format.more}
+                try:
+                    yield Found(line.where, read_row(line.row, format))
+                except NoConversation as error:
+                    yield Found(line.where, Problem(str(error)))
+
+
+def encode_all(
+    found: Iterator[Found], encoder: Encoder, counts: Counts, section: SFTSection
+) -> Iterator[tuple[str, Tokens]]:
+    """Yield (where, tokens) of every usable conversation. Raises `UserError` for another, unless those are skipped."""
+    while together := list(itertools.islice(found, _TOGETHER)):
+        # A conversation without turns is no template's business: it just has nothing to learn.
+        usable = [c for f in together if isinstance(c := f.conversation, Conversation) and c.turns]
+        encoded = iter(encoder.encode(usable))
+        for one in together:
+            counts.read += 1
+            result = one.conversation
+            tokens = next(encoded) if isinstance(result, Conversation) and result.turns else result
+            if isinstance(tokens, Problem):
+                if section.malformed == "refuse":
+                    raise UserError(f"{one.where}: {tokens.reason}; mend it, or --sft.malformed skip")
+                counts.malformed += 1
+                counts.first_malformed = counts.first_malformed or f"{one.where}: {tokens.reason}"
+            elif isinstance(tokens, Tokens) and tokens.learnable:
+                yield one.where, tokens
+            else:
+                counts.nothing_to_learn += 1
+
+
+def is_held_out(tokens: Tokens, share: float) -> bool:
+    """Whether a conversation is kept for evaluation: its own tokens decide, so copies of it stay on one side."""
+    return xxhash.xxh3_64_intdigest(tokens.ids.tobytes()) < share * 2**64
+
+
+def cut(tokens: Tokens, seq_len: int, section: SFTSection, counts: Counts) -> list[Tokens]:
+    """Return the documents that a conversation becomes, and count what is lost."""
+    pieces = fit(tokens, seq_len, section.overlong)
+    documents = [piece for piece in pieces if piece.learnable]
+    if len(tokens) > seq_len:
+        counts.overlong += 1
+        useful = [piece.learnable > 0 for piece in pieces]
+        shared = sum(map(operator.and_, useful, useful[1:]))  # neighbouring pieces have a token in common
+        counts.lost_pieces += len(pieces) - len(documents) if section.overlong == "split" else 0
+        counts.lost_tokens += len(tokens) - sum(map(len, documents)) + shared
+        counts.dropped += not documents
+    return documents
+
+
+@attrs.frozen
+class Written:
+    """What `write_rows` wrote."""
+
+    files: dict[str, int]
+    """Elements of each file."""
+    rows: dict[str, int]
+    fill: dict[str, float]
+    """Share of the rows' places that hold a document's token."""
+
+
+def write_rows(
+    conversations: Iterator[tuple[str, Tokens]], directory: Path, seq_len: int, section: SFTSection, counts: Counts
+) -> Written:
+    """Write the rows of all `conversations` into `directory`, in memory bounded but for a few numbers a document."""
+    lengths: list[int] = []
+    members: dict[str, list[int]] = {split: [] for split in SPLITS}
+    with contextlib.ExitStack() as stack:
+        streams = {name: stack.enter_context((directory / name).open("wb")) for name in ("tokens", "trained")}
+        for _, tokens in conversations:
+            documents = cut(tokens, seq_len, section, counts)
+            if not documents:
+                continue
+            split = SPLITS[is_held_out(tokens, section.held_out)]
+            counts.kept += 1
+            counts.held_out += split == "held_out"
+            for document in documents:
+                members[split].append(len(lengths))
+                lengths.append(len(document))
+                streams["tokens"].write(document.ids.astype(DTYPES["tokens"]).tobytes())
+                streams["trained"].write(document.trained.astype(DTYPES["trained"]).tobytes())
+                counts.trained_tokens += document.learnable
+    counts.documents, counts.tokens = len(lengths), sum(lengths)
+    files = {"tokens": counts.tokens, "trained": counts.tokens}
+    rows, fill = {}, {}
+
+    def write(name: str, values: Sequence[int]) -> None:
+        np.asarray(values, "<i8").tofile(directory / name)
+        files[name] = len(values)
+
+    write("starts", list(itertools.accumulate(lengths, initial=0)))
+    for split, documents_of in members.items():
+        packed = PACKINGS[section.packing]([lengths[i] for i in documents_of], seq_len)
+        write(f"{split}.documents", [documents_of[i] for row in packed for i in row])
+        write(f"{split}.rows", list(itertools.accumulate(map(len, packed), initial=0)))
+        rows[split] = len(packed)
+        fill[split] = sum(lengths[i] for i in documents_of) / max(1, len(packed) * seq_len)
+    return Written(files, rows, fill)

@@ -1,0 +1,103 @@
+"""Packed rows on disk: the tokens of all documents one after another, and for each row the documents in it.
+
+A directory holds `tokens` (int32) and `trained` (a byte each) of all documents, `starts` (int64, one more than
+documents), for each split `SPLIT.documents` (row after row) and `SPLIT.rows` (where each row's begin, and the end), the
+tokenizer, and `manifest.json`, which is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from femto_core.errors import UserError
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+SPLITS = ("train", "held_out")
+DTYPES: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "trained": np.dtype("<u1"), "starts": np.dtype("<i8")}
+"""Of the files that both splits share; the others hold int64."""
+
+
+@attrs.frozen(eq=False)
+class Row:
+    """One row of documents; what is left of it is a document of padding."""
+
+    ids: torch.Tensor
+    """[s], int64."""
+    trained: torch.Tensor
+    """[s], bool: whether this token is to be learnt."""
+    lengths: tuple[int, ...]
+    """Of its documents, padding included; their sum is s."""
+
+
+class ConversationRows(Dataset[Row]):
+    """The rows of one split, memory-mapped and looked up by index. It pickles as its path."""
+
+    def __init__(self, directory: Path, split: str) -> None:
+        """Open the rows. Raises `UserError` where a file is missing or has another size than was written."""
+        self.directory, self.split = directory, split
+        manifest = read_manifest(directory)
+        self.seq_len, self.vocab_size, self._pad = manifest["seq_len"], manifest["vocab_size"], manifest["pad_id"]
+        self.tokenizer_path = directory / TOKENIZER
+        self.fingerprint = f"{manifest['key']} {split}"
+        self._tokens = self._map("tokens", manifest)
+        self._trained = self._map("trained", manifest)
+        self._starts = self._map("starts", manifest)
+        self._documents = self._map(f"{split}.documents", manifest)
+        self._rows = self._map(f"{split}.rows", manifest)
+
+    def __len__(self) -> int:
+        return len(self._rows) - 1
+
+    def __getitem__(self, index: int) -> Row:
+        """Return row `index`. Raises IndexError below 0 and from len(self) on."""
+        index = operator.index(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {self.directory}, {self.split}, which has {len(self)} rows")
+        ids = np.full(self.seq_len, self._pad, np.int64)
+        trained = np.zeros(self.seq_len, np.bool_)
+        lengths, end = [], 0
+        for document in self.documents(index):
+            start, stop = self._starts[document : document + 2].tolist()
+            begin, end = end, end + stop - start
+            ids[begin:end], trained[begin:end] = self._tokens[start:stop], self._trained[start:stop]
+            lengths.append(stop - start)
+        if end < self.seq_len:
+            lengths.append(self.seq_len - end)
+        return Row(torch.from_numpy(ids), torch.from_numpy(trained), tuple(lengths))
+
+    def documents(self, index: int) -> list[int]:
+        """Return the numbers of the documents in row `index`, in order."""
+        start, stop = self._rows[index : index + 2].tolist()
+        documents: list[int] = self._documents[start:stop].tolist()
+        return documents
+
+    def __reduce__(self) -> tuple[type[ConversationRows], tuple[Path, str]]:
+        return (ConversationRows, (self.directory, self.split))
+
+    def _map(self, name: str, manifest: dict[str, Any]) -> npt.NDArray[Any]:
+        file, count = self.directory / name, manifest["files"][name]
+        dtype = DTYPES.get(name, np.dtype("<i8"))
+        if not file.is_file() or file.stat().st_size != count * dtype.itemsize:
+            raise UserError(f"{file} is missing or damaged; remove {self.directory}, and the next run makes it anew")
+        return np.memmap(file, dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return what was written of the rows in `directory`."""
+    try:
+        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_bytes())
+        return manifest
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{directory / MANIFEST} cannot be read ({error}); remove {directory}, and the next run makes it anew"
+        ) from None

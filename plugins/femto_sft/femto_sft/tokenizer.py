@@ -1,0 +1,81 @@
+"""The tokenizer of a run, and the chat template it is used with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from femto_core.errors import UserError
+
+# A library function of the core distribution, without hooks: what counts as the same tokenizer is said once.
+from femto_data.dataset import tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLAIN = "none"
+"""As sft.template: no template, text as it is."""
+
+
+def load_tokenizer(name: str, template: str, model: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer `name`, or the one beside `model` where that is empty, with `template` as its chat template.
+
+    Raises `UserError` where it cannot be loaded, differs from the model's, or lacks EOS or a template.
+    """
+    tokenizer = _load(name or model)
+    if name and model and (Path(model) / "tokenizer_config.json").is_file():
+        ours, theirs = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(_load(model))
+        if ours != theirs:
+            raise UserError(
+                f"sft.tokenizer = {name!r} ({ours}) is another tokenizer than the one the model was trained with, in "
+                f"{model} ({theirs}); leave sft.tokenizer empty"
+            )
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer {name or model} has no EOS token; set its eos_token and save it again")
+    if template not in ("", PLAIN):
+        tokenizer.chat_template = read_template(template)
+    if template != PLAIN and not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer {name or model} has no chat template; give one with sft.template (a Jinja file), or none "
+            "for prompts and completions as plain text"
+        )
+    return tokenizer
+
+
+def read_template(template: str) -> str:
+    """Return the text of the chat template that `template` is, or is the file of."""
+    if "{{" in template or "{%" in template:
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"sft.template = {template!r} is neither Jinja text nor a file that can be read: {reason}"
+        ) from None
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids that no ordinary text has."""
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    return frozenset({*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)})
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return one more than the largest id, which gaps in the vocabulary make larger than the number of tokens."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _load(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise UserError(
+            f"the tokenizer {name} cannot be loaded ({' '.join(str(error).split())[:200]}); give a directory that "
+            "save_pretrained wrote, or a Hugging Face name while there is a network"
+        ) from error
+    if not tokenizer.is_fast:
+        raise UserError(f"the tokenizer {name} has no fast version, which finding the assistant's tokens needs")
+    return tokenizer

@@ -1,0 +1,107 @@
+"""The cache: rows made once, by one of those who ask, complete or not at all; found again by what decides them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from femto_core.errors import UserError
+from femto_core.testing import WorkerPool
+from femto_sft.cache import packed_rows
+from femto_sft.rows import ConversationRows
+from femto_sft.section import SFTSection
+from tests.sft import making
+from tests.sft.making import rows_of, section, talk, write_lines
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(directory)): f.read_bytes() for f in sorted(directory.rglob("*")) if f.is_file()}
+
+
+def test_equal_inputs_give_equal_bytes_wherever_they_lie(tmp_path: Path) -> None:
+    found = []
+    for name in ("a", "b"):
+        file = write_lines(tmp_path / f"{name}.jsonl", *(talk(i, i % 7 + 1) for i in range(50)))
+        rows = rows_of(tmp_path / name, file, held_out=0.1)
+        found.append((rows.fingerprint, contents(rows.directory)))
+    (first, files), (second, others) = found
+    assert first == second
+    manifests = [json.loads(part.pop("manifest.json")) for part in (files, others)]
+    assert [m.pop("formats") is not None for m in manifests] == [True, True]
+    assert manifests[0] == manifests[1]
+    assert files == others
+
+
+def test_a_second_run_makes_nothing_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_lines(tmp_path / "a.jsonl", talk(1))
+    first = rows_of(tmp_path, file)
+    monkeypatch.setattr("femto_sft.cache.make_rows", None)
+    assert rows_of(tmp_path, file).directory == first.directory
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"packing": "bfd"},
+        {"overlong": "split"},
+        {"train_on": "all"},
+        {"held_out": 0.1},
+        {"template": making.MARKED},
+        {"seq_len": 65},
+        {"malformed": "skip"},
+    ],
+    ids=str,
+)
+def test_what_decides_the_rows_decides_the_fingerprint(tmp_path: Path, change: dict[str, Any]) -> None:
+    file = write_lines(tmp_path / "a.jsonl", talk(1), talk(2))
+    assert rows_of(tmp_path, file).fingerprint != rows_of(tmp_path, file, **change).fingerprint
+
+
+def test_other_contents_of_the_same_file_are_seen(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", talk(1))
+    before = rows_of(tmp_path, file).fingerprint
+    assert rows_of(tmp_path, write_lines(file, talk(2))).fingerprint != before
+
+
+def test_processes_that_come_at_once_share_one_set_of_rows(tmp_path: Path, pool: WorkerPool) -> None:
+    file = write_lines(tmp_path / "a.jsonl", *(talk(i) for i in range(500)))
+    settings = section(tmp_path, file)
+    assert len(set(pool.run(4, make, settings))) == 1
+    assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) == 1
+
+
+def make(settings: SFTSection) -> str:
+    return str(packed_rows(settings, seq_len=64, model=""))
+
+
+def test_what_a_killed_run_left_is_swept(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", talk(1))
+    rows = rows_of(tmp_path, file)
+    whole = contents(rows.directory)
+    rows.directory.rename(rows.directory.with_name(rows.directory.name + ".partial"))
+    (rows.directory.with_name(rows.directory.name + ".partial") / "tokens").write_bytes(b"half")
+    assert contents(rows_of(tmp_path, file).directory) == whole
+
+
+@pytest.mark.parametrize("name", ["tokens", "starts", "train.rows", "manifest.json"])
+@pytest.mark.parametrize("how", ["shortened", "removed"])
+def test_damaged_rows_are_refused_by_name(tmp_path: Path, name: str, how: str) -> None:
+    rows = rows_of(tmp_path, write_lines(tmp_path / "a.jsonl", talk(1)))
+    file = rows.directory / name
+    if how == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+        if name == "manifest.json":
+            file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(UserError, match=name):
+        ConversationRows(rows.directory, "train")
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        rows_of(tmp_path, write_lines(tmp_path / "a.jsonl", talk(1)), cache=str(tmp_path / "file" / "cache"))
