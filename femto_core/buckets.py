@@ -87,6 +87,9 @@ class Bucket:
         """
         self.at_end = at_end
         self.parameters = list(parameters)
+        for parameter in self.parameters:
+            # What autograd adds up itself, as for a tied weight, is not to depend on what `grad` held a step ago.
+            parameter.grad_dtype = None
         self.dtype, self.wire_dtype, self.group = dtype, wire_dtype, group
         self.packing = Packing(tuple(p.numel() for p in self.parameters), group.size() if group else 1)
         self.waiting = set(self.parameters)
@@ -116,8 +119,6 @@ class Bucket:
     def hand_over(self) -> None:
         """Make each parameter's `grad` its part of the bucket; the next gradient starts anew."""
         for parameter, view in self._views.items():
-            if parameter.grad_dtype != view.dtype:
-                parameter.grad_dtype = view.dtype
             parameter.grad = view
         self._filled.clear()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from femto_core.layout import ParamLayout, read_flat
-from femto_core.testing import WorkerPool, make_trainer
+from femto_core.testing import RandomTask, WorkerPool, make_trainer
 from tests.checkpoint.runs import checkpoint_of
 from tests.zero.tasks import STAGES, HardTask, Values, merged
 
@@ -159,6 +159,32 @@ def test_a_run_that_changes_stage_and_size_again_and_again_is_the_uninterrupted_
     for (loss, norm), (other_loss, other_norm) in zip(straight, seen, strict=True):
         assert loss == pytest.approx(other_loss, rel=1e-9)
         assert norm == pytest.approx(other_norm, rel=1e-9)
+
+
+def in_bf16(folder: Path, stage: str, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    plugins, own = STAGES[stage]
+    place: Values = {"run": {"dir": str(folder)}, "checkpoint": {"resume": "auto"}}
+    values = merged(own, place, {"train": {"steps": 4, "dtype": "float32"}, "data": {"micro_batch": 1}})
+    trainer = make_trainer(values, (*plugins, "bf16"), {"random_task": RandomTask()})
+    assert trainer.step == first
+    losses = [trainer.train_step().loss for _ in range(last - first)]
+    trainer.save()
+    trainer.checkpointer.wait()
+    weights = {group.name: group.master.detach().clone() for group in trainer.groups}
+    trainer.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_bf16_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    pool: WorkerPool, tmp_path: Path, stage: str
+) -> None:
+    """With a tied weight: the two gradients of it must add up in one dtype, in a trainer's first step as in others."""
+    straight = pool.run(2, in_bf16, tmp_path / "straight", stage, 0, 4)
+    halves = [pool.run(2, in_bf16, tmp_path / "halves", stage, *part) for part in ((0, 2), (2, 4))]
+    for rank, (losses, weights) in enumerate(straight):
+        assert losses == [loss for half in halves for loss in half[rank][0]]
+        assert all(torch.equal(weight, halves[1][rank][1][name]) for name, weight in weights.items())
 
 
 def take_weights(folder: Path, path: str, stage: str, whole: Global) -> dict[str, float]:

@@ -122,6 +122,12 @@ class ShardedWeights(Stateless):
                 following.start_gather()
 
     def _after_forward(self, unit: Unit, module: nn.Module, outputs: Any) -> None:
+        computed = [t for t in _tensors(outputs) if t.is_floating_point()] if torch.is_grad_enabled() else []
+        if unit.trainable and not any(tensor.requires_grad for tensor in computed):
+            # This rank did not use what is trained here, and nothing before it. Others may have, and their backward
+            # comes as far as this: ours must too, for the gathers on the way.
+            for tensor in computed:
+                tensor.requires_grad_()
         if _in_backward():
             return  # the backward of what was recomputed is about to come, and releases
         used = self._used[unit]
@@ -129,7 +135,7 @@ class ShardedWeights(Stateless):
         is_over = len(used) == self._modules[unit]
         if is_over:
             used.clear()
-        returns = [t for t in _tensors(outputs) if t.requires_grad] if torch.is_grad_enabled() else []
+        returns = [tensor for tensor in computed if tensor.requires_grad]
         if returns and unit.in_backward:
             for tensor in returns:
                 tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]

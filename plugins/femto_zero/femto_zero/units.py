@@ -32,6 +32,11 @@ class Unit:
                 flat.keep_share_apart()
         self.release()
 
+    @property
+    def trainable(self) -> bool:
+        """Whether any of the parameters is trained."""
+        return any(flat.kind.trainable for flat in self.flats)
+
     def start_gather(self) -> None:
         """Begin to fill the whole vectors from every rank's share, unless they are."""
         if self.gathered:
