@@ -16,10 +16,6 @@ from femto_core.mesh import init_process_group
 from femto_core.model import FullModel
 from femto_core.testing import RandomTask, WorkerPool
 
-collect_ignore = ["sft"]
-"""femto-sft is not finished: its tests are there, but their order is not yet the same in every process."""
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes minutes; runs only with -m slow")
 

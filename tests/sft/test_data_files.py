@@ -203,10 +203,11 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
         ("a.jsonl", b'{"messages": []}', "(1 conversations left out: nothing in them to learn)"),
         ("a.json", b"[1, 2", "begins as a list, but is no JSON"),
         ("a.json", b'["\xff"]', "line 1: not valid UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"messages": []}\n' * 9)[:-9], "cannot be read to its end"),
+        ("a.jsonl.gz", gzip.compress(b'{"messages": []}\n' * 9, mtime=0)[:-9], "cannot be read to its end"),
         ("a.jsonl.gz", b"no archive", "cannot be read to its end"),
         ("a.parquet", b"PAR1", "cannot be read as Parquet"),
     ],
+    ids=["csv", "text", "empty", "no messages", "json", "latin-1", "cut short", "no archive", "parquet"],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_one_sentence(
     tmp_path: Path, name: str, data: bytes, words: str

@@ -24,7 +24,8 @@ def units_by_name(values: Values, task: RandomTask) -> tuple[dict[str, list[str]
     trainer = make_trainer(values, ("zero3",), {"random_task": task})
     names = {id(module): name for name, module in trainer.stage.module.named_modules()}
     units = {unit.name: [n for flat in unit.flats for n in flat.names] for unit in units_of(trainer)}
-    modules = {plan.name: [names[id(m)] for m in plan.modules] for plan in plan_units(trainer.stage)}
+    plans, uses = plan_units(trainer.stage)
+    modules = {plan: [names[id(module)] for module, used in uses if plan in used] for plan in plans}
     everything = [name for name, _ in trainer.stage.named_parameters()]
     trainer.close()
     return units, everything, modules

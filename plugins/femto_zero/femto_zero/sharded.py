@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from femto_core.model import Stage
 from femto_core.precision import MixedPrecisionManager, ParamGroup
 from femto_zero.flat import FlatParameters, cut_by_size, kinds_of
 from femto_zero.gradients import GradientShards, Stateless
-from femto_zero.units import Unit, plan_units
+from femto_zero.units import Place, Unit, plan_units
 
 WORTH_CUTTING = 2**22
 """Elements: a smaller unit's gradients are not worth a message more."""
@@ -34,9 +35,11 @@ class ShardedWeights(Stateless):
         self._prefetch = prefetch
         self._reshard_after_forward = reshard_after_forward
         self._units: list[Unit] = []
-        self._in_backward: list[Unit] = []
-        self._used: dict[Unit, set[nn.Module]] = {}
-        self._modules: dict[Unit, int] = {}
+        self._places: list[Place] = []
+        self._first: dict[Unit, int] = {}
+        self._last: dict[Unit, int] = {}
+        """At which places a unit is used first and last."""
+        self._in_backward: tuple[Unit, ...] = ()
         self._groups: dict[str, ParamGroup] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._gradients: GradientShards
@@ -44,14 +47,16 @@ class ShardedWeights(Stateless):
     def make_master(self, stage: Stage, precision: MixedPrecisionManager) -> list[ParamGroup]:
         metas = dict(stage.named_parameters())
         group, device = self._mesh.group(DP), self._mesh.device
-        plans = plan_units(stage)
-        for plan in plans:
+        plans, uses = plan_units(stage)
+        units: dict[str, Unit] = {}
+        for name, parameters in plans.items():
             flats = [
                 FlatParameters(run, stage, kind, group, device)
-                for kind, members in kinds_of(plan.parameters, stage, precision, self._mesh).items()
+                for kind, members in kinds_of(parameters, stage, precision, self._mesh).items()
                 for run in halves(members, metas)
             ]
-            self._units.append(Unit(plan.name, flats, in_backward=plan.in_backward))
+            units[name] = Unit(name, flats)
+        self._units = list(units.values())
         flats = [flat for unit in self._units for flat in unit.flats]
         sharded = {name: parameter for flat in flats for name, parameter in flat.parameters.items()}
         if missing := sorted(set(metas) - set(sharded)):
@@ -59,8 +64,14 @@ class ShardedWeights(Stateless):
         stage.allocate(device, lambda name: precision.dtype_of(name, stage), sharded)
         for flat in flats:
             self._groups |= flat.make_groups(stage.layouts, precision)
-        for unit, plan in zip(self._units, plans, strict=True):
-            self._watch(unit, plan.modules)
+        self._places = [
+            Place(number, module, tuple(units[name] for name in names)) for number, (module, names) in enumerate(uses)
+        ]
+        for place in self._places:
+            for unit in place.units:
+                self._first.setdefault(unit, place.number)
+                self._last[unit] = place.number
+            self._watch(place)
         trainable = [flat for flat in reversed(flats) if flat.kind.trainable]
         # Ranks that use different parameters reduce and gather in different orders: two groups keep them apart.
         reductions = self._mesh.another_group(DP) if self._mesh.size(DP) > 1 else group
@@ -97,71 +108,73 @@ class ShardedWeights(Stateless):
         for handle in self._handles:
             handle.remove()
         self._gradients.close()
-        self._handles, self._units, self._in_backward, self._groups = [], [], [], {}
-        self._used, self._modules = {}, {}
+        self._handles, self._units, self._places, self._in_backward = [], [], [], ()
+        self._groups, self._first, self._last = {}, {}, {}
 
-    def _watch(self, unit: Unit, modules: tuple[nn.Module, ...]) -> None:
-        self._used[unit], self._modules[unit] = set(), len(modules)
+    def _watch(self, place: Place) -> None:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before(_module: nn.Module, _inputs: Any) -> None:
+            self._before_forward(place)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before(module: nn.Module, _inputs: Any) -> None:
-            self._before_forward(unit)
+        def after(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            self._after_forward(place, outputs)
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def after(module: nn.Module, _inputs: Any, outputs: Any) -> None:
-            self._after_forward(unit, module, outputs)
+        self._handles += [place.module.register_forward_pre_hook(before), place.module.register_forward_hook(after)]
 
-        for module in modules:
-            self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-
-    def _before_forward(self, unit: Unit) -> None:
-        unit.gather()
+    def _before_forward(self, place: Place) -> None:
+        for unit in place.units:
+            unit.gather()
         if not _in_backward():  # recomputation goes its own way
-            place = self._units.index(unit)
-            for following in self._units[place + 1 : place + 1 + self._prefetch]:
-                following.start_gather()
+            self._gather_ahead(place, self._places[place.number + 1 :])
 
-    def _after_forward(self, unit: Unit, module: nn.Module, outputs: Any) -> None:
-        computed = [t for t in _tensors(outputs) if t.is_floating_point()] if torch.is_grad_enabled() else []
-        if unit.trainable and not any(tensor.requires_grad for tensor in computed):
-            # This rank did not use what is trained here, and nothing before it. Others may have, and their backward
-            # comes as far as this: ours must too, for the gathers on the way.
-            for tensor in computed:
-                tensor.requires_grad_()
+    def _after_forward(self, place: Place, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._expect_backward(place, [t for t in _tensors(outputs) if t.is_floating_point()])
         if _in_backward():
             return  # the backward of what was recomputed is about to come, and releases
-        used = self._used[unit]
-        used.add(module)
-        is_over = len(used) == self._modules[unit]
-        if is_over:
-            used.clear()
-        returns = [tensor for tensor in computed if tensor.requires_grad]
-        if returns and unit.in_backward:
-            for tensor in returns:
-                tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
-        # The last unit's backward comes next, so it stays.
-        stays = returns and (not self._reshard_after_forward or unit is self._units[-1])
-        if is_over and not (stays and unit.in_backward):
-            unit.release()
+        # The last place's backward comes next, so its units stay.
+        stay = not self._reshard_after_forward or place is self._places[-1]
+        if not (stay and place.in_backward and torch.is_grad_enabled()):
+            for unit in place.units:
+                if self._last[unit] == place.number:
+                    unit.release()
 
-    def _before_backward(self, unit: Unit) -> None:
-        for other in self._in_backward:
-            if other is not unit:
+    def _expect_backward(self, place: Place, outputs: list[torch.Tensor]) -> None:
+        if any(unit.trainable for unit in place.units) and not any(tensor.requires_grad for tensor in outputs):
+            # This rank did not use what is trained here, and nothing before it. Others may have, and their backward
+            # comes as far as this: ours must too, for the gathers on the way.
+            for tensor in outputs:
+                tensor.requires_grad_()
+        reached = [tensor for tensor in outputs if tensor.requires_grad]
+        place.in_backward = bool(reached) and not isinstance(place.module, nn.Embedding)
+        if place.in_backward:
+            for tensor in reached:
+                tensor.register_hook(lambda _: self._before_backward(place))  # type: ignore[no-untyped-call]
+
+    def _before_backward(self, place: Place) -> None:
+        for unit in self._in_backward:
+            if unit not in place.units:
                 # A rank that did not use all of it must not keep others waiting for sums while it waits for weights.
-                # One that comes earlier in forward has backward yet to come: a tied embedding, after the head.
-                if self._units.index(other) > self._units.index(unit):
-                    self._gradients.finish(other.flats)
-                other.release()
-        self._in_backward = [unit]
-        unit.gather()
-        ahead = [other for other in self._units[: self._units.index(unit)] if other.in_backward]
-        for preceding in ahead[::-1][: self._prefetch]:
-            preceding.start_gather()
+                # One that is also used earlier in forward has backward yet to come: a tied embedding, after the head.
+                if self._first[unit] > place.number:
+                    self._gradients.finish(unit.flats)
+                unit.release()
+        self._in_backward = place.units
+        for unit in place.units:
+            unit.gather()
+        self._gather_ahead(place, [p for p in reversed(self._places[: place.number]) if p.in_backward])
+
+    def _gather_ahead(self, place: Place, coming: Sequence[Place]) -> None:
+        """Begin to gather the next units that the places `coming` use."""
+        units = dict.fromkeys(unit for other in coming for unit in other.units if unit not in place.units)
+        for unit in itertools.islice(units, self._prefetch):
+            unit.start_gather()
 
     def _end_backward(self) -> None:
-        for unit in self._in_backward:
-            unit.release()
-        self._in_backward = []
+        for unit in self._units:
+            unit.release()  # a recomputation may have gathered some that backward never came to
+        self._in_backward = ()
 
 
 def halves(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:

@@ -22,9 +22,8 @@ class Unit:
     many micro-batches are between forward and backward, the values exist once at most.
     """
 
-    def __init__(self, name: str, flats: Sequence[FlatParameters], *, in_backward: bool) -> None:
-        """`in_backward`: whether the backward of the unit's modules needs the weights."""
-        self.name, self.flats, self.in_backward = name, list(flats), in_backward
+    def __init__(self, name: str, flats: Sequence[FlatParameters]) -> None:
+        self.name, self.flats = name, list(flats)
         self.gathered = True  # `whole` has its memory, with no values
         self._pending: list[Pending] = []
         for flat in self.flats:
@@ -69,48 +68,42 @@ class Unit:
                 flat.whole.untyped_storage().resize_(0)
 
 
-@attrs.frozen
-class UnitPlan:
-    """Which parameters make up a unit, and which modules use them."""
+@attrs.define(eq=False)
+class Place:
+    """A module that uses units, and where it comes in forward."""
 
-    name: str
-    parameters: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether any of the modules needs its weights for backward: all but a look-up do."""
-        return not all(isinstance(module, nn.Embedding) for module in self.modules)
+    number: int
+    module: nn.Module
+    units: tuple[Unit, ...]
+    in_backward: bool = False
+    """Whether backward comes here and needs the weights; a look-up's never does."""
 
 
-def plan_units(stage: Stage) -> list[UnitPlan]:
-    """Divide all of a stage's parameters into units, in the order in which forward uses them.
+def plan_units(stage: Stage) -> tuple[dict[str, tuple[str, ...]], list[tuple[nn.Module, tuple[str, ...]]]]:
+    """Divide all of a stage's parameters into units; return each unit's, and the modules in order with what they use.
 
-    One for what stands before the layers (the embedding), one for each layer, one for what comes after them (norm and
-    head). A parameter that is used in several places belongs to the first, whose unit is then gathered for each.
+    One unit for what stands before the layers (the embedding), one for each layer, one for what comes after them (norm
+    and head). A parameter that is used in several places belongs to the first, whose unit is then gathered for each.
     """
     names = {id(parameter): name for name, parameter in stage.named_parameters()}
     layers = dict(stage.named_layers())
-    places: list[tuple[str, nn.Module]] = []  # unit and module, in order
+    places: dict[nn.Module, str] = {}
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
     outside: Iterator[nn.Module] = (m for m in stage.module.modules() if id(m) not in inside)
     before = True
     for module in outside:
         if module is stage.body.layers:
             before = False
-            places.extend(layers.items())
+            for name, layer in layers.items():
+                places.setdefault(layer, name)
         elif any(parameter is not None for parameter in module._parameters.values()):
-            places.append(("before" if before else "after", module))
-    parameters: dict[str, list[str]] = {}
-    modules: dict[str, list[nn.Module]] = {}
-    owner: dict[int, str] = {}
-    for unit, module in places:
-        for parameter in module.parameters(recurse=unit in layers):
-            key = id(parameter)
-            if key not in owner:
-                owner[key] = unit
-                parameters.setdefault(unit, []).append(names[key])
-            users = modules.setdefault(owner[key], [])
-            if module not in users:
-                users.append(module)
-    return [UnitPlan(unit, tuple(found), tuple(modules[unit])) for unit, found in parameters.items()]
+            places[module] = "before" if before else "after"
+    owner: dict[str, str] = {}  # of each parameter
+    uses: list[tuple[nn.Module, tuple[str, ...]]] = []
+    for module, unit in places.items():
+        used = [names[id(parameter)] for parameter in module.parameters(recurse=unit in layers)]
+        for name in used:
+            owner.setdefault(name, unit)
+        uses.append((module, tuple(dict.fromkeys(owner[name] for name in used))))
+    units = {unit: tuple(n for n in owner if owner[n] == unit) for unit in dict.fromkeys(owner.values())}
+    return units, uses
