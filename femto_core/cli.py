@@ -121,8 +121,8 @@ def run_command(words: Sequence[str]) -> int:
 def train(words: Sequence[str]) -> int:
     """Train: `[RUN.toml] [--plugins NAMES] [--section.key value ...]`."""
     config, plugins = read_run("train", words, train.__doc__ or "")
-    with quiet_libraries():
-        train_run(config, plugins)
+    quiet_libraries()
+    train_run(config, plugins)
     return 0
 
 
@@ -136,15 +136,21 @@ def read_run(
     plugin_names, rest = split_plugins(words)
     toml_path = rest.pop(0) if rest and not rest[0].startswith("-") else ""
     toml = read_toml(Path(toml_path)) if toml_path else {}
-    plugins = activate(plugin_names or _toml_plugins(toml, toml_path), _tracer(), objects)
+    names = plugin_names or _toml_plugins(toml, toml_path)
+    plugins = activate(names, _tracer(), objects)
     hooks = Hooks(plugins.manager)
-    cls = config_class(dict(hooks.config_section()))
+    cls, defaults = config_class(dict(hooks.config_section())), hooks.config_defaults()
     if any(word in HELP for word in rest):
         import tyro  # only for --help
 
-        tyro.cli(cls, args=["--help"], prog=f"{PROGRAM} {command}", description=description)
-    active = tuple(plugin_names) or tuple(_toml_plugins(toml, toml_path))
-    config = make_config(cls, {**toml, "plugins": list(active)}, parse_flags(rest, cls), toml_path)
+        tyro.cli(
+            cls,
+            args=["--help"],
+            default=make_config(cls, {}, {}, "", defaults),
+            prog=f"{PROGRAM} {command}",
+            description=description,
+        )
+    config = make_config(cls, {**toml, "plugins": names}, parse_flags(rest, cls), toml_path, defaults)
     hooks.validate(config)
     return config, plugins
 
@@ -215,13 +221,11 @@ def split_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [name.strip() for name in names.split(",") if name.strip()], rest
 
 
-@contextlib.contextmanager
-def quiet_libraries() -> Any:
+def quiet_libraries() -> None:
     """Keep libraries' progress bars out of the output of a run."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    yield
 
 
 def _toml_plugins(toml: dict[str, Any], path: str) -> list[str]:

@@ -40,6 +40,8 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+Tree = Mapping[str, Any]
+"""Settings by section and key."""
 
 
 @attrs.frozen(kw_only=True)
@@ -163,13 +165,15 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"config file {path} cannot be read: {error}") from None
 
 
-def make_config(cls: type[Config], toml: Mapping[str, Any], flags: Mapping[str, Any], toml_path: str = "") -> Config:
-    """Merge defaults, `toml` and `flags` (later ones win) into a checked `cls`.
+def make_config(
+    cls: type[Config], toml: Tree, flags: Tree, toml_path: str = "", defaults: Sequence[Tree] = ()
+) -> Config:
+    """Merge the sections' own defaults, `defaults`, `toml` and `flags` (later ones win) into a checked `cls`.
 
     Raises `UserError` with the first problem: unknown key (and the nearest real one), wrong type, value out of range.
     """
     merged: dict[str, Any] = {}
-    for layer in (toml, flags):
+    for layer in (*defaults, toml, flags):
         for section, values in layer.items():
             if isinstance(values, Mapping) and isinstance(merged.get(section, {}), Mapping):
                 merged[section] = {**merged.get(section, {}), **values}
@@ -186,12 +190,7 @@ def make_config(cls: type[Config], toml: Mapping[str, Any], flags: Mapping[str, 
 
 
 def _sentence(
-    path: tuple[str, ...],
-    error: BaseException,
-    owner: type[Any],
-    merged: Mapping[str, Any],
-    flags: Mapping[str, Any],
-    toml_path: str,
+    path: tuple[str, ...], error: BaseException, owner: type[Any], merged: Tree, flags: Tree, toml_path: str
 ) -> str:
     """Say what is wrong with the setting at `path`, and whether it came from a flag or from a line of the file."""
     if isinstance(error, ForbiddenExtraKeysError):
@@ -210,7 +209,7 @@ def _sentence(
     return f"{'.'.join(path)} = {value!r}{_where(path, flags, toml_path)}: {reason}"
 
 
-def _where(path: tuple[str, ...], flags: Mapping[str, Any], toml_path: str) -> str:
+def _where(path: tuple[str, ...], flags: Tree, toml_path: str) -> str:
     inside: Any = flags
     for key in path:
         inside = inside.get(key) if isinstance(inside, Mapping) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -55,6 +55,10 @@ class Hooks:
                     f"{first[name].__module__}; remove one of them from --plugins"
                 )
         return sections
+
+    def config_defaults(self) -> list[Mapping[str, Any]]:
+        """Return every plugin's defaults, those that win last."""
+        return list(reversed(self.manager.hook.femto_config_defaults()))
 
     def commands(self, registry: CommandRegistry) -> None:
         self.manager.hook.femto_commands(registry=registry)

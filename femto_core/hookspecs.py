@@ -9,7 +9,7 @@ A hook implementation may take any subset of the arguments, by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -42,6 +42,16 @@ def femto_config_section() -> tuple[str, type[Any]]:
     """Return the plugin's config section as (name, frozen attrs class whose fields all have defaults).
 
     When: first of all, before the command line is parsed. Default: none.
+    """
+    raise NotImplementedError
+
+
+@spec
+def femto_config_defaults() -> Mapping[str, Mapping[str, Any]]:
+    """Return defaults that suit the plugin's kind of run better than a section's own, as {section: {key: value}}.
+
+    When: right after the sections; file and flags win over them, and of two plugins the one that was named later.
+    Default: none.
     """
     raise NotImplementedError
 

@@ -130,7 +130,7 @@ def make_trainer(
     dist.broadcast_object_list(run_dir)
     merged = {name: {**TINY.get(name, {}), **values.get(name, {})} for name in {*TINY, *values}}
     merged["run"] = {"dir": run_dir[0], "name": "test", **merged.get("run", {})}
-    config = make_config(config_class(dict(hooks.config_section())), merged, {})
+    config = make_config(config_class(dict(hooks.config_section())), merged, {}, "", hooks.config_defaults())
     hooks.validate(config)
     return build_trainer(config, active)
 

@@ -42,7 +42,8 @@ def memory_command(words: Sequence[str]) -> int:
     config, plugins = read_run("memory", rest, USAGE, {"random rows": RandomRows()})
     if not config.model.path and not config.model.vocab_size:
         raise UserError("femto memory needs to know the vocabulary: set --model.vocab-size, or --model.path")
-    with tempfile.TemporaryDirectory() as folder, quiet_libraries():
+    quiet_libraries()
+    with tempfile.TemporaryDirectory() as folder:
         config = attrs.evolve(config, run=attrs.evolve(config.run, dir=folder, name="memory"))
         report(config, plugins, ranks, rank)
     return 0

@@ -16,6 +16,7 @@ from femto_core.mesh import init_process_group
 from femto_core.model import FullModel
 from femto_core.testing import RandomTask, WorkerPool
 
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes minutes; runs only with -m slow")
 

@@ -13,9 +13,10 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from femto_core.cli import run_command
+from femto_core.cli import read_run, run_command
 from femto_core.config import Config, config_class, flag_types, make_config, parse_flags, read_toml
 from femto_core.errors import UserError
+from femto_core.hookspecs import hookimpl
 from femto_core.sections import OptimSection, TrainSection, positive
 
 
@@ -336,6 +337,37 @@ def test_a_plugin_reads_its_own_section_by_its_class(tmp_path: Path) -> None:
     assert config.section(TrainSection) is config.train
     with pytest.raises(LookupError, match="no active plugin registered a config section of type Zap"):
         read(tmp_path, "", cls=config_class({})).section(Zap)
+
+
+def test_a_plugins_defaults_win_over_the_sections_and_lose_to_all_else(tmp_path: Path) -> None:
+    defaults = ({"optim": {"lr": 1.0, "clip": 1.0}, "data": {"seq_len": 7}}, {"optim": {"lr": 2.0, "eps": 2.0}})
+    made = make_config(Config, {"optim": {"clip": 3.0}}, {"data": {"seq_len": 9}}, "", defaults)
+    assert (made.optim.lr, made.optim.eps, made.optim.clip, made.data.seq_len) == (2.0, 2.0, 3.0, 9)
+    assert made.optim.weight_decay == OptimSection().weight_decay
+
+
+class Careful:
+    """A plugin with defaults of its own."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+    @hookimpl
+    def femto_config_defaults(self) -> dict[str, dict[str, Any]]:
+        return {"optim": {"lr": self.lr}}
+
+
+def test_of_two_plugins_defaults_those_of_the_later_win() -> None:
+    objects = {"one": Careful(1.0), "other": Careful(2.0)}
+    config, _ = read_run("train", ["--optim.warmup", "3"], "", objects)
+    assert (config.optim.lr, config.optim.warmup) == (2.0, 3)
+    assert read_run("train", ["--optim.lr", "5"], "", objects)[0].optim.lr == 5
+
+
+def test_help_shows_a_plugins_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_run("train", ["--help"], "", {"one": Careful(0.125)})
+    assert "0.125" in capsys.readouterr().out
 
 
 def test_without_its_plugin_the_section_is_refused_in_file_and_flags(tmp_path: Path) -> None:

@@ -147,4 +147,9 @@ def test_the_example_is_a_complete_set_of_settings() -> None:
 def test_the_plugin_takes_the_data_seats_and_nothing_else() -> None:
     [info] = [plugin for plugin in list_plugins([]) if plugin.name == "sft"]
     assert info.seats == ("femto_dataset", "femto_collator")
-    assert set(info.hooks) == {"femto_config_section", "femto_commands", "femto_validate"}
+    assert set(info.hooks) == {
+        "femto_config_section",
+        "femto_config_defaults",
+        "femto_commands",
+        "femto_validate",
+    }

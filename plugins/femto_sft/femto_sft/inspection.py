@@ -38,11 +38,11 @@ def inspect_command(words: Sequence[str]) -> int:
     config, _ = read_run("sft-inspect", rest, USAGE)
     section = config.section(SFTSection)
     console = Console(highlight=False, soft_wrap=True)
-    with quiet_libraries():
-        tokenizer = load_tokenizer(section.tokenizer, section.template, config.model.path)
-        for text in conversations(section, tokenizer, config.data.seq_len, numbers):
-            console.print(text)
-        directory = packed_rows(section, seq_len=config.data.seq_len, model=config.model.path)
+    quiet_libraries()
+    tokenizer = load_tokenizer(section.tokenizer, section.template, config.model.path)
+    for text in conversations(section, tokenizer, config.data.seq_len, numbers):
+        console.print(text)
+    directory = packed_rows(section, seq_len=config.data.seq_len, model=config.model.path)
     for line in report(directory):
         console.print(line)
     return 0

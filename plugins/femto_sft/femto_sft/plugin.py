@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
@@ -16,12 +16,20 @@ if TYPE_CHECKING:
     from femto_core.data import Collator, Dataset
 
 
+LR = OptimSection().lr / 10
+"""Peak learning rate where a run names none: one order of magnitude below training from scratch."""
+
+
 class SupervisedFineTuning:
     """Takes the seats of dataset and collator, and adds `femto sft-inspect`."""
 
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[SFTSection]]:
         return "sft", SFTSection
+
+    @hookimpl
+    def femto_config_defaults(self) -> dict[str, dict[str, Any]]:
+        return {"data": {"remainder": "pad"}, "optim": {"lr": LR}}
 
     @hookimpl
     def femto_commands(self, registry: CommandRegistry) -> None:
@@ -65,11 +73,10 @@ class SupervisedFineTuning:
 def advice(config: Config) -> list[str]:
     """Return what a run is told about settings that suit training from scratch better than fine-tuning."""
     lines = []
-    usual = OptimSection().lr
-    if config.optim.lr >= usual:
+    if config.optim.lr >= OptimSection().lr:
         lines.append(
             f"WARNING  optim.lr = {config.optim.lr:g} suits training from scratch; fine-tuning takes half to one order "
-            f"of magnitude less, such as --optim.lr {usual / 10:g}"
+            f"of magnitude less, such as --optim.lr {LR:g}"
         )
     if config.data.remainder == "drop":
         lines.append("data.remainder = drop leaves up to a batch of rows out of each epoch; pad trains them too")
