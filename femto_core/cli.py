@@ -208,15 +208,12 @@ def split_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
     names = os.environ.get("FEMTO_PLUGINS", "")
     rest = list(words)
     for position, word in enumerate(rest):
-        if word == "--plugins":
-            if position + 1 == len(rest):
+        flag, inline, value = word.partition("=")
+        if flag == "--plugins":
+            if not inline and position + 1 == len(rest):
                 raise UserError("--plugins needs names, separated by commas")
-            names = rest[position + 1]
-            del rest[position : position + 2]
-            break
-        if word.startswith("--plugins="):
-            names = word.partition("=")[2]
-            del rest[position]
+            names = value if inline else rest[position + 1]
+            del rest[position : position + (1 if inline else 2)]
             break
     return [name.strip() for name in names.split(",") if name.strip()], rest
 

@@ -99,8 +99,6 @@ def config_class(sections: Mapping[str, type[Any]]) -> type[Config]:
 class Text(str):
     """A value typed on the command line: text that still has to become the field's own type."""
 
-    __slots__ = ()
-
 
 def parse_flags(arguments: Sequence[str], cls: type[Config]) -> dict[str, Any]:
     """Turn `--section.key value`, `--section.key=value`, `--section.switch` and `--section.no-switch` into a tree.

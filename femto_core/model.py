@@ -237,9 +237,9 @@ def build_model(section: ModelSection, seed: int) -> FullModel:
     try:
         with torch.device("meta"):
             module = make(config, attn_implementation=section.attention, dtype=torch.float32)
-    except ValueError as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"transformers cannot build a causal language model of {section.path}: {reason}") from None
+    except (ValueError, ImportError) as error:
+        reason, of = str(error).partition("\n")[0], section.path or section.family
+        raise UserError(f"transformers cannot build a causal language model of {of}: {reason}") from None
     body = getattr(module, "model", None)
     missing = [part for part in ANATOMY if not hasattr(body, part)]
     if missing or not isinstance(getattr(module, "lm_head", None), nn.Linear):

@@ -90,8 +90,8 @@ class ModelSection:
     """Rows of the embedding; 0: the vocabulary of the data's tokenizer."""
     tied: bool = True
     """Share one matrix between the embedding and the head."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """transformers' attention implementation."""
+    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """transformers' attention implementation; flash keeps documents apart in one row at a time only."""
 
 
 @attrs.frozen(kw_only=True)
