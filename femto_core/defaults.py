@@ -38,7 +38,9 @@ def femto_validate(config: Config) -> None:
     if any(not 0 <= beta < 1 for beta in config.optim.betas):
         raise UserError(f"optim.betas = {config.optim.betas} must lie in [0, 1)")
     if config.model.attention.startswith("flash") and config.data.micro_batch != 1:
-        raise UserError(f"model.attention = {config.model.attention!r} needs --data.micro-batch 1 to keep documents apart")
+        raise UserError(
+            f"model.attention = {config.model.attention!r} keeps documents apart with --data.micro-batch 1 only"
+        )
 
 
 @hookimpl

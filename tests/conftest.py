@@ -1,10 +1,12 @@
 """What all tests share: a pool of workers for the whole session, a world of one rank, a model with dropout.
 
-Those marked `slow` run only when asked for, by `-m slow`.
+Those marked `slow` run only when asked for, by `-m slow`; so do all but one in n cases of a test marked `one_in(n)`.
 """
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -19,9 +21,19 @@ from femto_core.testing import RandomTask, WorkerPool
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes minutes; runs only with -m slow")
+    config.addinivalue_line("markers", "one_in(n): of its cases only every n-th runs without -m slow, taken at random")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        [n] = same[0].get_closest_marker("one_in").args  # type: ignore[union-attr]
+        by_chance = sorted(same, key=lambda item: zlib.crc32(item.nodeid.encode()))  # the same ones every time
+        for item in by_chance[math.ceil(len(same) / n) :]:
+            item.add_marker("slow")
     if "slow" not in str(config.getoption("markexpr")):
         for item in items:
             if item.get_closest_marker("slow"):

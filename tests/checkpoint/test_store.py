@@ -394,6 +394,7 @@ def save_and_break(settings: dict[str, dict[str, Any]], place: str, call: int, a
     return outcome
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("place", "call", "again"),
     [

@@ -44,6 +44,7 @@ def start(arguments: list[str], cwd: Path, env: dict[str, str], *torchrun: str) 
     )
 
 
+@pytest.mark.slow
 def test_torchruns_restart_goes_on_from_the_newest_checkpoint(dataset: Path, tmp_path: Path) -> None:
     environment = install_plugin(tmp_path / "site", "dies_once", DIES_ONCE)
     flags = [*TINY_FLAGS, "--data.path", str(dataset), "--checkpoint.every", "1", "--checkpoint.resume", "auto"]

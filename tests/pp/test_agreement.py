@@ -101,6 +101,7 @@ def cases() -> Iterator[Case]:
 CASES = list(cases())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [c for c in CASES if MESHES[c.mesh][0] <= 4], ids=str)
 def test_a_pipeline_trains_as_one_process(pool: WorkerPool, one_process: OneProcess, case: Case) -> None:
     record = assemble(pool.run(MESHES[case.mesh][0], train_job, case.values(), case.plugins, case.task))
@@ -151,6 +152,7 @@ def test_three_axes_on_eight_processes(large_pool: WorkerPool, one_process: OneP
     assert worst_difference(one, record) < BOUND
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("m", [3, 6])
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_of_micro_batches_that_no_size_divides(
@@ -230,6 +232,7 @@ def test_each_layer_keeps_its_type(
 # Partitions by hand.
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "size", "layers", "zero", "tied"),
     [
@@ -254,6 +257,7 @@ def test_embedding_or_head_alone_and_unequal_stages_train_alike(
     assert worst_difference(one, record) < BOUND
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_an_empty_end_under_sequence_parallelism(pool: WorkerPool, one_process: OneProcess, tied: bool) -> None:
     values = merged(BASE, {"model": {"tied": tied}})
@@ -267,6 +271,7 @@ def test_an_empty_end_under_sequence_parallelism(pool: WorkerPool, one_process: 
 # Micro-batches that differ in length.
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "world", "size", "plugins"),
     [
@@ -305,6 +310,7 @@ LAST_HALF = ("layers.2.", "layers.3.", "model.norm", "lm_head")
 MIDDLE, LINEAR, NOT_LINEAR = ("layers.1.", "layers.2."), ("proj",), ("norm", "embed")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("frozen", "name", "zero"),
     [
@@ -377,6 +383,7 @@ def test_a_third_party_s_broken_schedule_is_refused_and_neither_hangs_nor_trains
 # What does not drift, what stays equal, what all ranks know.
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "zero"), [("1f1b", ""), ("zb", "zero3")])
 def test_the_same_data_for_fifty_steps_and_the_difference_does_not_grow(
     pool: WorkerPool, one_process: OneProcess, name: str, zero: str
@@ -410,6 +417,7 @@ def ends_after(values: Values, plugins: tuple[str, ...]) -> dict[str, torch.Tens
     return {"master": next(iter(found.values())), **seen}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "plugins", "more"),
     [

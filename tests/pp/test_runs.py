@@ -138,6 +138,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("before", "after"), RESUMED, ids=lambda name: name.replace(" ", ""))
 def test_what_any_pipeline_saved_any_other_goes_on_with(
     pool: WorkerPool, tmp_path: Path, saved: dict[str, Path], straight: Seen, before: str, after: str

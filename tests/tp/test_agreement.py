@@ -81,6 +81,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("size", "dp", "stage", "sequence_parallel", "family", "tied", "documents", "micro_batch"), MATRIX
 )
@@ -112,6 +113,7 @@ def test_any_layout_trains_as_one_process(
     assert found < BOUND
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "dp", "sequence_parallel", "family", "stage"),
     [
@@ -157,6 +159,7 @@ def test_heads_that_divide_are_copied_or_are_shared_out_unevenly_train_alike(
     assert found < BOUND
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole rows", "parts of rows"])
 @pytest.mark.parametrize(
     "sizes", [{"intermediate_size": 25}, {"intermediate_size": 3}, {"vocab_size": 3}, {"layers": 1}], ids=str
@@ -198,6 +201,7 @@ def test_eager_attention_sees_its_own_heads(pool: WorkerPool, one_process: OnePr
     assert found < BOUND
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("size", "dp", "sequence_parallel"), [(2, 2, False), (4, 1, True)])
 def test_the_same_data_for_fifty_steps_and_the_difference_does_not_grow(
     pool: WorkerPool, one_process: OneProcess, size: int, dp: int, sequence_parallel: bool
@@ -234,6 +238,7 @@ def biased(folder: Path) -> Values:
     return {"model": {"path": str(folder), "weights": "random"}}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("size", "dp", "sequence_parallel", "stage"),
     [(2, 2, False, ""), (4, 1, True, ""), (2, 2, True, "zero1"), (2, 2, True, "zero3"), (4, 1, False, "zero2")],
@@ -264,6 +269,7 @@ def replicated_bits(values: Values, plugins: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("dtype", "plugins", "sequence_parallel"),
     [("float32", (), False), ("float32", (), True), ("float32", ("bf16",), False), ("float32", ("bf16",), True)],

@@ -75,6 +75,7 @@ def cut_short(request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory
     return folder
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("size", "dp", "sequence_parallel"), LAYOUTS)
 def test_a_checkpoint_goes_on_under_any_other_layout(
     pool: WorkerPool, straight: Record, cut_short: Path, size: int, dp: int, sequence_parallel: bool

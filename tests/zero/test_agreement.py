@@ -26,6 +26,7 @@ MIXED = [("bf16", dp, both, both) for dp in (2, 4) for both in (True, False)]
 CASES = [("stage 0", *case) for case in MIXED] + [(stage, *case) for stage in SHARDED for case in [*PLAIN, *MIXED]]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("stage", "precision", "dp", "accumulating", "tied"), CASES)
 def test_a_stage_trains_as_one_process(
     pool: WorkerPool, one_process: OneProcess, stage: str, precision: str, dp: int, accumulating: bool, tied: bool
@@ -39,6 +40,7 @@ def test_a_stage_trains_as_one_process(
     assert worst_difference(one, record) < BOUND
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("every", [True, False], ids=["reduce every", "reduce once"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -114,6 +116,7 @@ def assert_same_bits(one: Record, other: Record) -> None:
         assert not different
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("dp", "reduce", "tied"),
     [

@@ -105,6 +105,7 @@ READERS = [("", stage, dp) for stage in STAGES for dp in (1, 2, 4)]
 READERS += [("bf16", "stage 0", 1), ("bf16", "stage 1", 4), ("bf16", "stage 2", 2), ("bf16", "stage 3", 4)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("extra", "stage", "dp"), READERS)
 def test_any_stage_on_any_number_of_ranks_loads_what_any_other_wrote(
     pool: WorkerPool, tmp_path: Path, written: Written, extra: str, stage: str, dp: int

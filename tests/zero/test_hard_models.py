@@ -36,6 +36,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("stage", "frozen"),
     [
@@ -59,6 +60,7 @@ def test_with_frozen_parameters_a_stage_trains_as_one_process(
 # Parameters that are not always used.
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("use", ["never", "always", "some rows"])
 @pytest.mark.parametrize("stage", SHARDED)
 def test_branches_that_rows_decide_on_train_as_in_one_process(
@@ -155,6 +157,7 @@ def test_gradients_that_are_not_contiguous_train_alike(pool: WorkerPool, one_pro
 START = ("embed_tokens", "layers.0.")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("stage", "recompute", "frozen"),
     [
