@@ -8,6 +8,7 @@ folder's name, then `latest`.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import shutil
 import threading
@@ -133,8 +134,9 @@ class Writer:
         shapes = {key: tuple(value.shape) for key, value in values.items()}
         dtypes = {key: value.dtype for key, value in values.items()}
         files = {tensors.name: write_safetensors(tensors, shapes, dtypes, values.__getitem__, {"format": FORMAT})}
-        with parts.open("wb") as file:
-            torch.save(self.parts, file)
+        serialised = io.BytesIO()  # on a full disk torch.save's own writer raises RuntimeError
+        torch.save(self.parts, serialised)
+        parts.write_bytes(serialised.getbuffer())
         sync(parts)
         files[parts.name] = checksum_of(parts)
         if self.rank == 0:

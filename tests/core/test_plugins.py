@@ -365,6 +365,7 @@ def test_the_default_sits_where_a_plugin_declines(site: Site) -> None:
 # The hooks with their arguments, in the order of calling: what Hooks must hand on, name by name.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "femto_config_section": (),
+    "femto_config_defaults": (),
     "femto_commands": ("registry",),
     "femto_validate": ("config",),
     "femto_mesh_axes": ("config",),
@@ -390,7 +391,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "femto_train_end": ("trainer",),
 }
 SEATS = [name for name in ARGUMENTS if is_seat(name)]
-RETURNS_PAIRS = ("femto_config_section", "femto_checkpoint_state")
+RETURNS_PAIRS = ("femto_config_section", "femto_config_defaults", "femto_checkpoint_state")
 RETURNS_LISTS = ("femto_mesh_axes",)
 
 
@@ -643,6 +644,7 @@ def test_a_trace_names_each_hook_its_arguments_and_who_is_called(
     out, err = capsys.readouterr()
     assert err.splitlines() == [
         f"[rank {rank}] hook femto_config_section() -> zap",
+        f"[rank {rank}] hook femto_config_defaults() -> nobody",
         f"[rank {rank}] hook femto_validate(config) -> zap, defaults",
     ]
     assert out == ""
