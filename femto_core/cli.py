@@ -96,7 +96,6 @@ def run_command(words: Sequence[str]) -> int:
     registry = CommandRegistry()
     registry.add("train", "train a model (the default)", train)
     registry.add("plugins", "list installed plugins, and which are active", show_plugins)
-    registry.add("hooks", "print the hook reference", show_hooks)
     name = words[0] if words and not words[0].startswith("-") else ""
     if name in registry.commands:
         return registry.commands[name].run(words[1:])
@@ -190,16 +189,6 @@ def show_plugins(words: Sequence[str]) -> int:
         observes = ", ".join(h.removeprefix("femto_") for h in info.hooks)
         what = "; ".join(filter(None, (does, observes))) or info.problem
         print(f"{info.name:<{width}}  {info.distribution} {info.version}  {state:<6}  {what}")
-    return 0
-
-
-def show_hooks(words: Sequence[str]) -> int:
-    """Print the hook reference."""
-    if words:
-        raise UserError(f"{PROGRAM} hooks takes no arguments, got {words[0]!r}")
-    from femto_core.hookdoc import render
-
-    print(render(), end="")
     return 0
 
 

@@ -35,7 +35,7 @@ BUILT_IN = {
     "recorder": "femto_report.recorder:Recorder",
     "progress": "femto_report.progress:ProgressReport",
     "profiler": "femto_report.profiler:Profiler",
-    "memory": "femto_report.memory",
+    "tools": "femto_report.tools",
 }
 
 

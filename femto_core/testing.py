@@ -136,8 +136,12 @@ def make_trainer(
 
 
 def train_job(values: Mapping[str, Any], plugins: Sequence[str], task: RandomTask | None = None) -> dict[str, Any]:
-    """Train as a worker's job; return this rank's part of a `Record`."""
-    trainer = make_trainer(values, plugins, {"random_task": task or RandomTask()})
+    """Train on random rows as a worker's job; return this rank's part of a `Record`."""
+    return record_training(make_trainer(values, plugins, {"random_task": task or RandomTask()}))
+
+
+def record_training(trainer: Trainer) -> dict[str, Any]:
+    """Train to the end and close; return this rank's part of a `Record`."""
     gradients: list[dict[str, torch.Tensor]] = []
 
     def keep(*_: Any) -> None:  # called for each part of the parameters that is updated together
@@ -208,10 +212,11 @@ def worst_difference(one: Record, other: Record) -> float:
     for mine, theirs in zip([*one.gradients, one.weights], [*other.gradients, other.weights], strict=True):
         assert mine.keys() == theirs.keys(), "the runs have different parameters"
         pairs.extend((mine[name], theirs[name]) for name in mine)
-    return max(_relative_difference(a, b) for a, b in pairs)
+    return max(relative_difference(a, b) for a, b in pairs)
 
 
-def _relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest difference between two tensors, relative to the largest value in `b`."""
     if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
         return math.inf
     finite = a.isfinite()

@@ -1,4 +1,4 @@
-"""The built-in memory plugin: `femto memory`, which counts what a run would need before it has the machines."""
+"""`femto memory`: counts what a run would need before it has the machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from femto_core.cli import CommandRegistry
     from femto_core.config import Config
     from femto_core.data import Collator, Dataset
     from femto_core.plugins import Plugins
@@ -21,14 +20,6 @@ USAGE = (
     "Count one rank's peak memory by phase: [RUN.toml] [--plugins NAMES] [--ranks N] [--rank R] "
     "[--section.key value ...]. No other rank is needed: a step is computed here, on random rows, and nothing learnt."
 )
-
-
-@hookimpl
-def femto_commands(registry: CommandRegistry) -> None:
-    def run(words: Sequence[str]) -> int:
-        return memory_command([*words, "--plugins", ",".join(registry.plugins)] if registry.plugins else words)
-
-    registry.add("memory", "count a run's peak memory by phase, for any number of ranks", run)
 
 
 def memory_command(words: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from femto_core.hookdoc import render
+from femto_report.hookdoc import render
 from femto_core.plugins import hook_names
 
 ROOT = Path(__file__).parents[2]

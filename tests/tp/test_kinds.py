@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -335,6 +336,29 @@ def test_rows_that_do_not_divide_are_refused_before_training(pool: WorkerPool) -
         "choose a multiple"
     )
     assert all_say(pool, merged(tp(2, False), {"data": {"seq_len": 9}})) == "not refused"
+
+
+class Doubled(nn.Linear):
+    """Has a linear layer's parameters, and a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@attrs.frozen
+class DoubledTask(RandomTask):
+    layer: str = "up_proj"
+
+    @hookimpl
+    def femto_transform_model(self, model: Any) -> None:
+        getattr(model.module.model.layers[1].mlp, self.layer).__class__ = Doubled
+
+
+@pytest.mark.parametrize("layer", ["up_proj", "down_proj"])
+def test_a_layer_with_a_forward_of_its_own_is_refused_rather_than_replaced(pool: WorkerPool, layer: str) -> None:
+    said = pool.run(2, refusal, tp(2), ("tp",), DoubledTask(layer=layer))
+    assert len(set(said)) == 1
+    assert f"tp cuts model.layers.1.mlp.{layer} as a plain linear layer, but Doubled has a forward of its own" in said[0]
 
 
 def short_batch(values: Values) -> str:

@@ -41,7 +41,7 @@ class Links:
             self._sending.append((future.done, future.result))
         else:
             self._sending.append((work.is_completed, lambda: _hold(work, tensor)))
-        self._sending = [(done, wait) for done, wait in self._sending if not done()]
+        self._sending = [(done, wait) for done, wait in self._sending if not (done() and _ended(wait))]
 
     def receive(self, buffer: torch.Tensor, channel: Channel) -> dist.Work:
         """Start to receive into `buffer`."""
@@ -59,6 +59,12 @@ class Links:
     def close(self) -> None:
         """End the thread that waits for sends."""
         self._reaper.shutdown(wait=False)
+
+
+def _ended(wait: Callable[[], object]) -> bool:
+    """Raise what a send that is over failed with."""
+    wait()
+    return True
 
 
 def _hold(work: dist.Work, _tensor: torch.Tensor) -> None:

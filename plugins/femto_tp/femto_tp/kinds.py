@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import attrs
 from torch import nn
 
+from femto_core.errors import UserError
 from femto_core.layout import Box
 from femto_core.mesh import Mesh
 from femto_ops.deferral import WeightGradients
@@ -136,6 +137,7 @@ class Column:
         return Cut(0, lambda rank: heads.rows(by, rank), heads.copies if by == "kv" else 1)
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
+        check_is_plain(name, module)
         copies = context.copies if self.by == "kv" and context.copies.size > 1 else None
         group = context.column_group(name)
         return ColumnParallelLinear(parameters["weight"], parameters.get("bias"), group, copies)
@@ -154,6 +156,7 @@ class Row:
         return Cut(1, (lambda rank: heads.rows(by, rank)) if by else None)
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
+        check_is_plain(name, module)
         return RowParallelLinear(
             parameters["weight"], parameters.get("bias"), context.ranks, context.later, context.sequence
         )
@@ -219,6 +222,15 @@ class HeadNorm:
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
         return keep(module, parameters)
+
+
+def check_is_plain(name: str, module: nn.Module) -> None:
+    """Raise `UserError` where `module` computes something else than the linear layer that takes its place."""
+    if type(module).forward is not nn.Linear.forward:
+        raise UserError(
+            f"tp cuts {name} as a plain linear layer, but {type(module).__name__} has a forward of its own; name a kind "
+            "that was made for it in [tp.plan]"
+        )
 
 
 def keep(module: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
