@@ -204,9 +204,8 @@ class Pipeline:
         else:
             run.results[action] = hidden.detach()
         if hidden.requires_grad:
-            run.roots[place] = get_gradient_edge(
-                hidden
-            )  # all that backward needs: the values may go once they are sent
+            # All that backward needs: the values may go once they are sent.
+            run.roots[place] = get_gradient_edge(hidden)
 
     def _backward(self, stage: Stage, run: Run, action: Backward) -> None:
         place = action.micro_batch, action.chunk
