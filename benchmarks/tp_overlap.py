@@ -29,10 +29,18 @@ def waiting(start: Any) -> Any:
 
     def now(*arguments: Any) -> Any:
         started = start(*arguments)
-        (started[1] if isinstance(started, tuple) else started).wait()
-        return started
+        if isinstance(started, tuple):
+            started[1].wait()
+            return started[0], Arrived()
+        started.wait()
+        return Arrived()
 
     return now
+
+
+class Arrived:
+    def wait(self) -> None:
+        pass
 
 
 def timed(trainer: Trainer) -> float:
