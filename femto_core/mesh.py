@@ -45,8 +45,8 @@ def local_world_size() -> int:
 
 
 def pick_device() -> torch.device:
-    """Return this process's device: the GPU of its local rank where there are GPUs, otherwise the CPU."""
-    if not torch.cuda.is_available():
+    """Return this process's device: the GPU of its local rank where there are GPUs and not gloo, otherwise the CPU."""
+    if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == "gloo"):
         return torch.device("cpu")
     if local_rank() >= torch.cuda.device_count():
         raise UserError(

@@ -1,14 +1,13 @@
 """`femto verify`: a run's own configuration on several processes against the same on one, parameter by parameter.
 
-Both train a few steps in float64 on the CPU. What merely lays a run out (axes, schedule, sharding, precision, wrapped or
-rewritten layers) must not change a number, so plugins with such hooks are left out on the one process; those that decide
-what is computed (data, model, loss, optimizer) take part in both.
+Both train a few steps in float64 on the CPU. What merely lays a run out (axes, schedule, sharding, precision, wrapped
+or rewritten layers) must not change a number, so plugins with such hooks are left out on the one process; those that
+decide what is computed (data, model, loss, optimizer) take part in both.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,7 +65,7 @@ class Difference:
 
 
 def verify_command(words: Sequence[str]) -> int:
-    """`femto verify [RUN.toml] --plugins NAMES [--nproc N] [--steps S] [--layers L] [--hidden H] [--section.key value]`."""
+    """`femto verify [RUN.toml] --plugins NAMES [--nproc N] [--steps S] [--layers L] [--hidden H] [--section.key V]`."""
     from femto_core.cli import quiet_libraries, read_run
 
     rest = list(words)
@@ -76,7 +75,6 @@ def verify_command(words: Sequence[str]) -> int:
         raise UserError("femto verify needs at least one process and one step")
     config, plugins = read_run("verify", rest, USAGE)
     quiet_libraries()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the processes to come compute on the CPU, whatever is here
     with tempfile.TemporaryDirectory() as folder:
         values = values_of(config, steps)
         shrink(values, layers, hidden, Path(folder))
@@ -172,7 +170,9 @@ def resize(sizes: dict[str, Any], layers: int, hidden: int, layers_key: str, hea
 
 def without_sections(values: Mapping[str, Any], plugins: Sequence[str]) -> dict[str, Any]:
     """Return `values` without the sections of plugins that are not among `plugins`."""
-    known = {field.name for field in attrs.fields(config_class(dict(Hooks(activate(plugins).manager).config_section())))}
+    known = {
+        field.name for field in attrs.fields(config_class(dict(Hooks(activate(plugins).manager).config_section())))
+    }
     return {section: entries for section, entries in values.items() if section in known}
 
 

@@ -215,7 +215,11 @@ def one_document_leaked(trainer: Trainer) -> Iterator[None]:
 
 def changed_batches(trainer: Trainer, change: Callable[[list[Any]], list[Any]]) -> Any:
     real = trainer.loader.next_step
-    return mock.patch.object(trainer.loader, "next_step", lambda: change(list(real())))
+
+    def changed() -> list[Any]:
+        return change(list(real()))
+
+    return mock.patch.object(trainer.loader, "next_step", changed)
 
 
 FAULTS: dict[str, Callable[[Trainer], contextlib.AbstractContextManager[None]]] = {

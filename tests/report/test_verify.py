@@ -102,7 +102,12 @@ def test_a_model_from_a_directory_is_shrunk_in_a_copy_of_its_config(tmp_path: Pa
     source.mkdir()
     folder.mkdir()
     config: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 160}
-    config |= {"num_attention_heads": 4, "attention_dropout": 0.1, "layer_types": ["full_attention"] * 6, "head_dim": 16}
+    config |= {
+        "num_attention_heads": 4,
+        "attention_dropout": 0.1,
+        "layer_types": ["full_attention"] * 6,
+        "head_dim": 16,
+    }
     (source / "config.json").write_text(json.dumps(config))
     (source / "tokenizer.json").write_text("{}")
     values: dict[str, dict[str, Any]] = {"model": {"path": str(source), "weights": "load"}}
@@ -135,7 +140,14 @@ def record(**weights: float) -> Record:
 
 def test_what_only_one_run_has_and_what_is_not_finite_differs() -> None:
     found = {d.what: d.worst for d in compare(record(a=1.0, b=2.0, c=3.0), record(a=1.0, b=float("nan"), d=3.0))}
-    assert found == {"loss": 0.0, "gradient norm": 0.0, "a": 0.0, "b": float("inf"), "c": float("inf"), "d": float("inf")}
+    assert found == {
+        "loss": 0.0,
+        "gradient norm": 0.0,
+        "a": 0.0,
+        "b": float("inf"),
+        "c": float("inf"),
+        "d": float("inf"),
+    }
 
 
 def test_the_table_marks_what_differs_and_names_the_first(capsys: pytest.CaptureFixture[str]) -> None:

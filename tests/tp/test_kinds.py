@@ -358,7 +358,9 @@ class DoubledTask(RandomTask):
 def test_a_layer_with_a_forward_of_its_own_is_refused_rather_than_replaced(pool: WorkerPool, layer: str) -> None:
     said = pool.run(2, refusal, tp(2), ("tp",), DoubledTask(layer=layer))
     assert len(set(said)) == 1
-    assert f"tp cuts model.layers.1.mlp.{layer} as a plain linear layer, but Doubled has a forward of its own" in said[0]
+    assert (
+        f"tp cuts model.layers.1.mlp.{layer} as a plain linear layer, but Doubled has a forward of its own" in said[0]
+    )
 
 
 def short_batch(values: Values) -> str:

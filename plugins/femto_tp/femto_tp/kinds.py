@@ -228,8 +228,8 @@ def check_is_plain(name: str, module: nn.Module) -> None:
     """Raise `UserError` where `module` computes something else than the linear layer that takes its place."""
     if type(module).forward is not nn.Linear.forward:
         raise UserError(
-            f"tp cuts {name} as a plain linear layer, but {type(module).__name__} has a forward of its own; name a kind "
-            "that was made for it in [tp.plan]"
+            f"tp cuts {name} as a plain linear layer, but {type(module).__name__} has a forward of its own; name a "
+            "kind that was made for it in [tp.plan]"
         )
 
 
