@@ -53,7 +53,7 @@ class CommandRegistry:
 
     commands: dict[str, Command] = attrs.field(factory=dict)
     plugins: Sequence[str] = ()
-    """The names given with --plugins, which is no longer among a command's words."""
+    """The names given with --plugins, which is no longer among a command's words, or in its RUN.toml."""
 
     def add(self, name: str, help: str, run: Callable[[Sequence[str]], int]) -> None:  # noqa: A002 - argparse's word
         """Add a subcommand. Raises `UserError` where the name is taken."""
@@ -104,6 +104,8 @@ def run_command(words: Sequence[str]) -> int:
     if name.endswith(".toml"):
         return train(words)
     plugin_names, rest = split_plugins(words)
+    if not plugin_names and len(rest) > 1 and rest[1].endswith(".toml"):
+        plugin_names = _toml_plugins(read_toml(Path(rest[1])), rest[1])
     registry.plugins = tuple(plugin_names)
     Hooks(activate(plugin_names).manager).commands(registry)
     if name in registry.commands:

@@ -95,6 +95,17 @@ def test_the_command_is_found_on_the_command_line(tmp_path: Path) -> None:
     assert "[yes][<|im_end|>]" in done.stdout
 
 
+def test_the_command_is_found_where_only_the_file_names_its_plugin(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", YES)
+    (tmp_path / "run.toml").write_text('plugins = ["sft"]')
+    more = words(tmp_path, file, "--show", "0", "--sft.held-out", "0")
+    at = more.index("--plugins")
+    command = [sys.executable, "-m", "femto_core", "sft-inspect", str(tmp_path / "run.toml"), *more[:at], *more[at + 2 :]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "[yes][<|im_end|>]" in done.stdout
+
+
 # Settings.
 
 

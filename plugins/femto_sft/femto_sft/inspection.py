@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 USAGE = (
-    "Show conversations token by token, and what of them is trained: [RUN.toml] --plugins sft [--show 0,3,7] "
+    "Show conversations token by token, and what of them is trained: [RUN.toml] [--plugins sft] [--show 0,3,7] "
     "[--section.key value ...]. Trained tokens are green and in [brackets], the others grey between bars."
 )
 TRAINED, UNTRAINED, NOTE = "bold green", "bright_black", "cyan"
