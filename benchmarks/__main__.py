@@ -52,8 +52,10 @@ PAIRS = {
         (Entry("femto+bf16+tp"), Entry("dtensor-tp")),
         (Entry("femto+bf16+tp+tp.sequence_parallel=true"), Entry("dtensor-tp")),
         (Entry("femto+bf16+pp"), Entry("torch-1f1b")),
+        (Entry("femto+bf16+pp+pp.layers=balanced"), Entry("torch-1f1b")),
         (Entry("femto+bf16+pp+pp.schedule=gpipe"), Entry("torch-gpipe")),
         (Entry("femto+bf16+pp+pp.schedule=zb"), Entry("torch-1f1b")),
+        (Entry("femto+bf16+pp+pp.schedule=zb+pp.layers=balanced"), Entry("torch-1f1b")),
     ],
     "checkpointing": [(Entry("femto+bf16+sac"), Entry("ddp-bf16-checkpoint"))],
 }
