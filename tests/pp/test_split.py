@@ -11,8 +11,8 @@ from torch import nn
 from femto_core.model import Stage
 from femto_core.testing import WorkerPool, make_trainer
 from femto_ops.deferral import WeightGradients
+from femto_ops.linear import SplittingLinear
 from femto_pp.actions import Backward, Compute, Forward, WeightBackward
-from femto_pp.linear import SplittingLinear
 from femto_pp.pipeline import Run
 from tests.pp.tasks import BASE, FrozenTask, PlainLinear, UnsplittableTask, Values, merged, pipeline, pipeline_of
 

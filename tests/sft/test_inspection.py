@@ -99,8 +99,8 @@ def test_the_command_is_found_where_only_the_file_names_its_plugin(tmp_path: Pat
     file = write_lines(tmp_path / "a.jsonl", YES)
     (tmp_path / "run.toml").write_text('plugins = ["sft"]')
     more = words(tmp_path, file, "--show", "0", "--sft.held-out", "0")
-    at = more.index("--plugins")
-    command = [sys.executable, "-m", "femto_core", "sft-inspect", str(tmp_path / "run.toml"), *more[:at], *more[at + 2 :]]
+    assert more[:2] == ["--plugins", "sft"]
+    command = [sys.executable, "-m", "femto_core", "sft-inspect", str(tmp_path / "run.toml"), *more[2:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "[yes][<|im_end|>]" in done.stdout

@@ -18,6 +18,7 @@ from femto_core.errors import UserError
 from femto_core.layout import Box
 from femto_core.mesh import Mesh
 from femto_ops.deferral import WeightGradients
+from femto_ops.linear import SplittingLinear
 from femto_tp.column import ColumnGroup, ColumnParallelLinear
 from femto_tp.cuts import HeadCut, even
 from femto_tp.embedding import VocabParallelEmbedding
@@ -226,7 +227,7 @@ class HeadNorm:
 
 def check_is_plain(name: str, module: nn.Module) -> None:
     """Raise `UserError` where `module` computes something else than the linear layer that takes its place."""
-    if type(module).forward is not nn.Linear.forward:
+    if type(module).forward not in (nn.Linear.forward, SplittingLinear.forward):
         raise UserError(
             f"tp cuts {name} as a plain linear layer, but {type(module).__name__} has a forward of its own; name a "
             "kind that was made for it in [tp.plan]"
