@@ -116,6 +116,12 @@ class Bucket:
             if parameter not in self._filled:
                 view.zero_()
 
+    def narrow(self) -> torch.Tensor:
+        """Turn the sums into what is sent, in the place of what was added up; return it."""
+        if self.flat.dtype != self.wire_dtype:
+            self._take(self.flat.to(self.wire_dtype))
+        return self.flat
+
     def hand_over(self) -> None:
         """Make each parameter's `grad` its part of the bucket; the next gradient starts anew."""
         for parameter, view in self._views.items():
@@ -132,8 +138,11 @@ class Bucket:
     def _allocate(self, dtype: torch.dtype) -> None:
         if self._views and self.flat.dtype == dtype:
             return
-        self.flat = torch.empty(self.packing.numel, dtype=dtype, device=self.parameters[0].device)
-        parts = self.packing.cut(self.flat)
+        self._take(torch.empty(self.packing.numel, dtype=dtype, device=self.parameters[0].device))
+
+    def _take(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        parts = self.packing.cut(flat)
         self._views = {p: part.view_as(p) for p, part in zip(self.parameters, parts, strict=True)}
 
 

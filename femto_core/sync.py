@@ -82,7 +82,7 @@ class AllReduce:
         self._mesh = mesh
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._collector = GradientCollector([], self._send)
-        self._under_way: list[tuple[Bucket, torch.Tensor, Pending]] = []
+        self._under_way: list[Pending] = []
 
     def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
         """Lay out the buckets in reverse order of the parameters, about the order in which backward completes them."""
@@ -127,11 +127,9 @@ class AllReduce:
 
     def sync_gradients(self) -> None:
         self._collector.flush()
-        collectives.advance([pending for _, _, pending in self._under_way])
-        for bucket, wire, pending in self._under_way:
+        collectives.advance(self._under_way)
+        for pending in self._under_way:
             pending.wait()
-            if wire is not bucket.flat:
-                bucket.flat.copy_(wire)
         self._under_way = []
         for bucket in self._collector.buckets:
             bucket.hand_over()
@@ -148,6 +146,6 @@ class AllReduce:
 
     def _send(self, bucket: Bucket) -> None:
         if bucket.group is not None:
-            wire = bucket.flat.to(bucket.wire_dtype)
-            collectives.advance([pending for _, _, pending in self._under_way])
-            self._under_way.append((bucket, wire, collectives.all_reduce(wire, bucket.group)))
+            wire = bucket.narrow()
+            collectives.advance(self._under_way)
+            self._under_way.append(collectives.all_reduce(wire, bucket.group))

@@ -34,12 +34,17 @@ def measure_step(trainer: Trainer, counter: ByteCounter) -> list[Phase]:
         current = name
 
     def loss(hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor) -> torch.Tensor:
+        enter("forward")  # on the pipeline's stage that has a head, the loss is part of it
         result = trainer.loss(hidden, head, targets)
         enter("backward")
         return result
 
     scale = torch.ones((), dtype=torch.float64, device=trainer.mesh.device)
-    handle = trainer.stage.body.register_forward_pre_hook(lambda *_: enter("forward"))
+    body = trainer.stage.body
+    handles = [
+        body.register_forward_pre_hook(lambda *_: enter("forward")),
+        body.register_forward_hook(lambda *_: enter("backward")),
+    ]
     for _ in range(2):
         counter.take_peak()
         found.clear()
@@ -54,5 +59,6 @@ def measure_step(trainer: Trainer, counter: ByteCounter) -> list[Phase]:
         trainer.precision.zero_grad(trainer.groups)
         trainer.sharding.post_step()
         enter("forward")
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     return [found[name] for name in ("forward", "backward", "update")]
