@@ -101,7 +101,7 @@ def cases() -> Iterator[Case]:
 CASES = list(cases())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", [c for c in CASES if MESHES[c.mesh][0] <= 4], ids=str)
 def test_a_pipeline_trains_as_one_process(pool: WorkerPool, one_process: OneProcess, case: Case) -> None:
     record = assemble(pool.run(MESHES[case.mesh][0], train_job, case.values(), case.plugins, case.task))

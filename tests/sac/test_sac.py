@@ -53,7 +53,7 @@ LAYOUTS: list[tuple[int, str, tuple[str, ...], Values]] = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("ranks", "name", "plugins", "values"), LAYOUTS)
 def test_with_every_other_plugin_the_numbers_are_those_of_one_process(
     ranks: int, name: str, plugins: tuple[str, ...], values: Values, pool: WorkerPool, one: Record
