@@ -35,7 +35,9 @@ def femto(workload: Workload, words: list[str]) -> Callable[[], float]:
         settings[plugin] = {"size": world}
     for key, _, value in given:
         section, _, name = key.partition(".")
-        settings.setdefault(section, {})[name] = {"true": True, "false": False}.get(value, value)
+        settings.setdefault(section, {})[name] = {"true": True, "false": False}.get(
+            value, int(value) if value.isdecimal() else value
+        )
     trainer = make_trainer(settings, plugins, {"stream": StreamTask(workload)})
     return lambda: trainer.train_step().loss
 
