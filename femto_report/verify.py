@@ -2,7 +2,7 @@
 
 Both train a few steps in float64 on the CPU. What merely lays a run out (axes, schedule, sharding, precision, wrapped
 or rewritten layers) must not change a number, so plugins with such hooks are left out on the one process; those that
-decide what is computed (data, model, loss, optimizer) take part in both.
+decide what is computed (data, model, loss, optimizer) take part in both. Those that only look on take part in neither.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ def verify(values: dict[str, dict[str, Any]], plugins: Plugins, processes: int) 
     own = [info for info in plugins.active if info.name not in BUILT_IN]
     layout = [info.name for info in own if LAYOUT & hooks_of(info)]
     content = [info.name for info in own if CONTENT & hooks_of(info) and info.name not in layout]
+    alone, together = [*blocked, *content], [*blocked, *content, *layout]
     pool = WorkerPool(processes)
     try:
-        one = pool.run(1, train, without_sections(values, [*blocked, *content]), [*blocked, *content], timeout_s=3600)
-        several = pool.run(processes, train, values, [*blocked, *content, *layout], timeout_s=3600)
+        one = pool.run(1, train, without_sections(values, alone), alone, timeout_s=3600)
+        several = pool.run(processes, train, without_sections(values, together), together, timeout_s=3600)
     except WorkerFailedError as error:
         raise UserError(refusal_in(str(error)) or str(error)) from None
     finally:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from femto_core.hookspecs import hookimpl
 from femto_core.mesh import init_process_group
 from femto_core.model import FullModel
-from femto_core.testing import RandomTask, WorkerPool
+from femto_core.testing import RandomTask, Record, WorkerPool, assemble, train_job
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,6 +47,20 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool(4)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def one_process(pool: WorkerPool) -> Callable[[Mapping[str, Any], RandomTask], Record]:
+    """Train in one process without plugins; each setting once."""
+    known: dict[str, Record] = {}
+
+    def train(values: Mapping[str, Any], task: RandomTask) -> Record:
+        key = f"{values} {task}"
+        if key not in known:
+            known[key] = assemble(pool.run(1, train_job, values, (), task))
+        return known[key]
+
+    return train
 
 
 @pytest.fixture

@@ -64,6 +64,28 @@ def test_a_plugin_it_has_never_heard_of_is_found_out(tmp_path: Path, fault: str)
     assert words in done.out
 
 
+LOOKING_ON = """
+import attrs
+from femto_core.hookspecs import hookimpl
+@attrs.frozen
+class Section:
+    loud: bool = True
+@hookimpl
+def femto_config_section():
+    return "onlooker", Section
+@hookimpl
+def femto_step_end(info):
+    raise RuntimeError("is not to be called")
+"""
+
+
+def test_a_plugin_that_only_looks_on_takes_part_in_neither(tmp_path: Path) -> None:
+    env = install_plugin(tmp_path / "site", "onlooker", LOOKING_ON)
+    done = femto(["verify", "--plugins", "onlooker,zero1", "--steps", "1", *SETTINGS], tmp_path, env)
+    assert done.code == 0, done.out + done.err
+    assert "plugins on both: none; not on the one: zero1" in done.out
+
+
 CONTENT = """
 from femto_core.hookspecs import hookimpl
 @hookimpl

@@ -95,7 +95,7 @@ class GradientShards:
         self._collector.begin()
 
     def _send(self, bucket: Bucket) -> None:
-        whole = bucket.flat.to(bucket.wire_dtype)
+        whole = bucket.narrow()
         bucket.release()  # alive until it has arrived, but no longer
         if len(self._under_way) == IN_FLIGHT:
             self._land()

@@ -97,12 +97,10 @@ class ShardedWeights(Stateless):
         self._gradients.hand_over(self._groups)
 
     def gather_weights(self) -> None:
-        for unit in self._units:
-            unit.release()  # what is gathered is out of date; the next forward gathers anew
+        self._release()  # what is gathered is out of date; the next forward gathers anew
 
     def post_step(self) -> None:
-        for unit in self._units:
-            unit.release()
+        self._release()
 
     def close(self) -> None:
         for handle in self._handles:
@@ -172,9 +170,12 @@ class ShardedWeights(Stateless):
             unit.start_gather()
 
     def _end_backward(self) -> None:
-        for unit in self._units:
-            unit.release()  # a recomputation may have gathered some that backward never came to
+        self._release()  # a recomputation may have gathered some that backward never came to
         self._in_backward = ()
+
+    def _release(self) -> None:
+        for unit in self._units:
+            unit.release()
 
 
 def halves(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
