@@ -1,4 +1,4 @@
-"""`make bench`: every contender in turn, round after round, and the ratios within this one run."""
+"""`make bench`: one table of every mode beside every peer that has it, and the ratios within this one run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUNDS = 3
 
 @attrs.frozen
 class Entry:
-    """One line of a table: who runs, on how many ranks, with how many rows a step."""
+    """Who runs, on how many ranks, with how many rows a step."""
 
     contender: str
     ranks: int = 2
@@ -54,12 +54,21 @@ PAIRS = {
         (Entry("femto+bf16+pp"), Entry("torch-1f1b")),
         (Entry("femto+bf16+pp+pp.layers=balanced"), Entry("torch-1f1b")),
         (Entry("femto+bf16+pp+pp.schedule=gpipe"), Entry("torch-gpipe")),
+        (Entry("femto+bf16+pp+pp.schedule=interleaved"), Entry("torch-interleaved")),
         (Entry("femto+bf16+pp+pp.schedule=zb"), Entry("torch-1f1b")),
         (Entry("femto+bf16+pp+pp.schedule=zb+pp.layers=balanced"), Entry("torch-1f1b")),
+        (Entry("femto+bf16+pp+pp.schedule=zb"), Entry("torch-zb")),
     ],
     "checkpointing": [(Entry("femto+bf16+sac"), Entry("ddp-bf16-checkpoint"))],
+    "combinations": [
+        (Entry("femto+bf16+tp+tp.size=2", ranks=4), Entry("fsdp2-tp", ranks=4)),
+        (Entry("femto+bf16+zero3+tp+tp.size=2", ranks=4), Entry("fsdp2-tp", ranks=4)),
+        (Entry("femto+bf16+pp+pp.size=2", ranks=4), Entry("torch-1f1b-ddp", ranks=4)),
+        (Entry("femto+bf16+zero2+pp+pp.size=2", ranks=4), Entry("torch-1f1b-ddp", ranks=4)),
+        (Entry("femto+bf16+tp+pp+tp.size=2+pp.size=2", ranks=4), Entry("torch-1f1b-tp", ranks=4)),
+    ],
 }
-"""Tables by name: femto, and the peer it is measured against."""
+"""Parts of the table by name: femto, and the peer it is measured against."""
 SCALING = {"fp32": [Entry("femto", ranks=1), Entry("femto", ranks=1, batch=Workload().batch // 2)]}
 """What two ranks are compared with twice of: the same step on one rank, and one rank's share of it alone."""
 
@@ -81,49 +90,51 @@ def run(entry: Entry) -> dict[str, Any]:
     return result
 
 
-def table(name: str, rounds: int) -> None:
-    """Run one table's contenders `rounds` times in turn; print medians, and ratios within each round."""
+def measure(name: str, rounds: int) -> list[str]:
+    """Run one set's contenders `rounds` times in turn; return a line of the table for each pair."""
     pairs = [pair for pair in PAIRS[name] if pair[1].runs_here]
-    entries = list(dict.fromkeys(entry for pair in pairs for entry in pair)) + SCALING.get(name, [])
+    alone = SCALING.get(name, [])
+    entries = list(dict.fromkeys(entry for pair in pairs for entry in pair)) + alone
     results: dict[Entry, list[dict[str, Any]]] = {entry: [] for entry in entries}
     for _ in range(rounds):
         for entry in entries:
             results[entry].append(run(entry))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print("| contender | tokens/s | step ms | peak MiB |\n|---|---|---|---|")
-    for entry, runs in results.items():
-        speed, step, peak = (statistics.median(r[key] for r in runs) for key in ("tokens_per_s", "step_ms", "peak_mib"))
-        print(f"| {entry} | {speed:.0f} | {step:.0f} | {peak:.0f} |")
-    print("\n| femto against | tokens/s | in each round | peak memory |\n|---|---|---|---|")
-    for ours, theirs in pairs:
-        memory = statistics.median(r["peak_mib"] for r in results[ours]) / statistics.median(
-            r["peak_mib"] for r in results[theirs]
-        )
-        print_ratios(
-            f"{ours.contender} against {theirs.contender}", results[ours], results[theirs], 1, f"{memory:.2f} x"
-        )
-    for alone in SCALING.get(name, []):
-        print_ratios(f"femto on 2 against twice {alone}", results[PLAIN], results[alone], 2, "")
-    print()
+    lines = [line(ours, theirs, results, 1) for ours, theirs in pairs]
+    return lines + [line(PLAIN, one, results, PLAIN.ranks) for one in alone]
 
 
-def print_ratios(what: str, ours: list[dict[str, Any]], theirs: list[dict[str, Any]], times: int, memory: str) -> None:
-    """Print the ratio of tokens per second, round by round: what ran close together is compared."""
-    ratios = [a["tokens_per_s"] / b["tokens_per_s"] / times for a, b in zip(ours, theirs, strict=True)]
-    print(f"| {what} | {statistics.median(ratios):.3f} x | {', '.join(f'{r:.3f}' for r in ratios)} | {memory} |")
+def line(ours: Entry, theirs: Entry, results: dict[Entry, list[dict[str, Any]]], times: int) -> str:
+    """Set one contender beside `times` another: medians of both, and the ratio in each round, whose runs were close."""
+
+    def middle(entry: Entry, key: str) -> float:
+        value: float = statistics.median(r[key] for r in results[entry])
+        return value
+
+    a, b = results[ours], results[theirs]
+    ratios = [x["tokens_per_s"] / y["tokens_per_s"] / times for x, y in zip(a, b, strict=True)]
+    each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    peer = f"{times} x {theirs}" if times > 1 else str(theirs)
+    speeds = f"{middle(ours, 'tokens_per_s'):.0f} | {peer} | {middle(theirs, 'tokens_per_s'):.0f}"
+    peaks = [middle(entry, "peak_mib") for entry in (ours, theirs)]
+    memory = f"{peaks[0]:.0f} : {peaks[1]:.0f} | {peaks[0] / peaks[1]:.2f} x"
+    return f"| {ours} | {speeds} | {statistics.median(ratios):.3f} x ({each}) | {memory} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each contender runs")
-    parser.add_argument("--tables", nargs="*", choices=list(PAIRS), default=list(PAIRS), help="which tables to make")
+    parser.add_argument(
+        "--tables", nargs="*", choices=list(PAIRS), default=list(PAIRS), help="which parts of the table to make"
+    )
     options = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}\n")
-    for name in options.tables:
-        table(name, options.rounds)
-    if "fp32" in options.tables:
-        print(f"kernel overhead per step against a loop written by hand: {measure_overhead():.2%}")
+    print("| femto | tokens/s | peer | tokens/s | femto : peer (each round) | peak MiB | memory |\n" + "|---" * 7 + "|")
+    for name in options.parts:
+        print(*measure(name, options.rounds), sep="\n", flush=True)
+    if "fp32" in options.parts:
+        print(f"\nkernel overhead per step against a loop written by hand: {measure_overhead():.2%}")
 
 
 if __name__ == "__main__":

@@ -1,43 +1,48 @@
 """One contender in one run: `torchrun -m benchmarks.contender NAME`; rank 0 prints a JSON line of what it measured.
 
-A name of `benchmarks.peers`, or femto with its plugins and settings: femto, femto+bf16+zero3, femto+pp+pp.schedule=zb.
+A name of `benchmarks.peers` or `benchmarks.parallel_peers`, or femto with its plugins and settings: femto,
+femto+bf16+zero3, femto+pp+pp.schedule=zb.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers import PEERS
+from benchmarks.parallel_peers import MODEL_PARALLEL
+from benchmarks.peers import DATA_PARALLEL
 from benchmarks.workload import StreamTask, Workload
 from femto_core.mesh import init_process_group, pick_device
 from femto_core.metrics import peak_memory_mib
 from femto_core.testing import make_trainer
 
+PEERS = DATA_PARALLEL | MODEL_PARALLEL
+
 
 def femto(workload: Workload, words: list[str]) -> Callable[[], float]:
-    """femto's own trainer: plugins, and settings such as pp.schedule=zb."""
+    """femto's own trainer: plugins, and settings such as pp.schedule=zb; tp and pp take all ranks unless told."""
     plugins = [word for word in words if "=" not in word]
     given = [word.partition("=") for word in words if "=" in word]
     world = dist.get_world_size()
-    dp = 1 if {"tp", "pp"} & {*plugins} else world
-    settings = workload.settings(dp)
+    values = {key: value for key, _, value in given}
+    sizes = {axis: int(values.pop(f"{axis}.size", world)) for axis in ("tp", "pp") if axis in plugins}
+    settings = workload.settings(world // math.prod(sizes.values()))
     settings["train"]["dtype"] = "float32"
-    for plugin in {"tp", "pp"} & {*plugins}:
-        settings[plugin] = {"size": world}
-    for key, _, value in given:
+    settings |= {axis: {"size": size} for axis, size in sizes.items()}
+    for key, value in values.items():
         section, _, name = key.partition(".")
-        settings.setdefault(section, {})[name] = {"true": True, "false": False}.get(
-            value, int(value) if value.isdecimal() else value
-        )
+        known: dict[str, Any] = {"true": True, "false": False}
+        settings.setdefault(section, {})[name] = known.get(value, int(value) if value.isdecimal() else value)
     trainer = make_trainer(settings, plugins, {"stream": StreamTask(workload)})
     return lambda: trainer.train_step().loss
 

@@ -69,12 +69,15 @@ def export_command(words: Sequence[str]) -> int:
 
 
 def inspect_command(words: Sequence[str]) -> int:
-    """`femto checkpoint CHECKPOINT`."""
+    """`femto checkpoint inspect CHECKPOINT`."""
     from femto_checkpoint.index import Checkpoint
 
-    path, rest = find_checkpoint("checkpoint", words)
+    if words[:1] != ["inspect"]:
+        raise UserError("femto checkpoint needs to be told what to do: femto checkpoint inspect CHECKPOINT")
+    words = words[1:]
+    path, rest = find_checkpoint("checkpoint inspect", words)
     if rest:
-        raise UserError(f"femto checkpoint takes one folder, got {rest[0]!r} too")
+        raise UserError(f"femto checkpoint inspect takes one folder, got {rest[0]!r} too")
     index = Checkpoint(path).index
     plugins = ", ".join(index.plugins) or "none"
     print(f"{path}: step {index.step}, saved on {index.layout}, plugins {plugins}")

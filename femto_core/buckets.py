@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from femto_core.model import Stage
 
 ALIGNMENT = 16
 """Elements: every tensor in a vector, and every rank's share of it, begins where kernels and networks like it."""
@@ -64,6 +67,22 @@ class Packing:
         return parts
 
 
+def backward_order(stage: Stage) -> list[str]:
+    """Return the names of a stage's parameters in about the order in which backward completes them.
+
+    That is their order reversed, but for a layer's vectors: models list norms after the matrices that use what they
+    give, yet the first norm's gradient is a layer's last, and a bucket that begins with it is full no sooner.
+    """
+    parameters = dict(stage.named_parameters())
+    layers = [f"{name}." for name, _ in stage.named_layers()]
+
+    def layer_of(name: str) -> str:
+        return next((layer for layer in layers if name.startswith(layer)), name)
+
+    runs = [list(run) for _, run in itertools.groupby(reversed(list(parameters)), layer_of)]
+    return [name for run in runs for name in sorted(run, key=lambda name: parameters[name].ndim < 2)]
+
+
 class Bucket:
     """Parameters whose gradients travel together: parts of one flat tensor, in the parameters' order.
 
@@ -100,11 +119,17 @@ class Bucket:
 
     def collect(self, parameter: nn.Parameter, *, more_to_come: bool) -> None:
         """Move a parameter's gradient into the bucket, adding to what is there."""
-        assert parameter.grad is not None
-        if not self._filled:
-            self._allocate(self.dtype if more_to_come else self.wire_dtype)
-        view = self._views[parameter]
-        view.add_(parameter.grad) if parameter in self._filled else view.copy_(parameter.grad)
+        grad = parameter.grad
+        assert grad is not None
+        dtype = self.dtype if more_to_come else self.wire_dtype
+        if parameter in self._filled:
+            self._views[parameter].add_(grad)
+        elif grad.numel() == self.packing.numel and grad.dtype == dtype and grad.is_contiguous():
+            self._take(grad.view(-1))  # alone here, as embeddings often are: what autograd made is the bucket
+        else:
+            if not self._filled:
+                self._allocate(dtype)
+            self._views[parameter].copy_(grad)
         self._filled.add(parameter)
         parameter.grad = None
 

@@ -143,7 +143,8 @@ def set_up_torch(config: Config, mesh: Mesh) -> None:
 
 def make_run_dir(config: Config, mesh: Mesh) -> tuple[Path, BaseFileLock]:
     """Create the run's folder and lock it on rank 0; return its path. Raises `UserError` rather than mix two runs."""
-    name: str = mesh.from_first(config.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
+    named = config.run.name or mesh.rank  # rank 0 decides for all
+    name: str = mesh.from_first(config.run.name if named else _new_name(Path(config.run.dir)))
     folder = Path(config.run.dir) / name
     lock = FileLock(folder / ".lock")
     problem = ""
@@ -158,6 +159,22 @@ def make_run_dir(config: Config, mesh: Mesh) -> tuple[Path, BaseFileLock]:
     if problem := mesh.from_first(problem):
         raise UserError(problem)
     return folder, lock
+
+
+def _new_name(runs: Path) -> str:
+    """Return the date and time, numbered where another run began in the same second; its folder is made in `runs`."""
+    stamp = name = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while True:
+        try:
+            (runs / name).mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            name = f"{stamp}-{number}"
+        except OSError:
+            return name  # `_take` will say what is wrong
+        else:
+            return name
 
 
 def _take(folder: Path, lock: BaseFileLock) -> str:

@@ -22,7 +22,7 @@ import attrs
 from femto_core.config import Config, config_class, make_config, parse_flags, read_toml
 from femto_core.errors import UserError, suggest
 from femto_core.hooks import Hooks
-from femto_core.plugins import Plugins, activate, list_plugins
+from femto_core.plugins import Plugins, activate, installed_plugins, list_plugins
 
 if TYPE_CHECKING:
     from femto_core.trainer import Trainer
@@ -111,6 +111,10 @@ def run_command(words: Sequence[str]) -> int:
     if name in registry.commands:
         return registry.commands[name].run(rest[1:])
     if name:
+        if owner := _owner_of_command(name):
+            raise UserError(
+                f"{name} is a command of plugin {owner}, which is not active: {PROGRAM} {name} --plugins {owner}"
+            )
         hint, known = suggest(name, registry.commands), ", ".join(registry.commands)
         raise UserError(f"unknown command {name!r}{hint} (commands: {known}, or a RUN.toml)")
     for command in registry.commands.values():
@@ -221,6 +225,17 @@ def _toml_plugins(toml: dict[str, Any], path: str) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"plugins = {names!r} ({path}): must be a list of names")
     return names
+
+
+def _owner_of_command(name: str) -> str:
+    """Return the plugin that is installed, but not active, and has a command of this name; "" if there is none."""
+    for plugin in installed_plugins():
+        registry = CommandRegistry()
+        with contextlib.suppress(UserError):
+            Hooks(activate([plugin]).manager).commands(registry)
+        if name in registry.commands:
+            return plugin
+    return ""
 
 
 def _tracer() -> Callable[[str], None] | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from femto_core.batch import IGNORE_INDEX
-from femto_ops.functions import linear_cross_entropy
+from femto_ops.cross_entropy import linear_cross_entropy
 
 
 class Loss(Protocol):

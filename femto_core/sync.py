@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from femto_core import collectives
-from femto_core.buckets import Bucket, GradientCollector
+from femto_core.buckets import Bucket, GradientCollector, backward_order
 from femto_core.collectives import Pending
 from femto_core.mesh import DP, Mesh
 from femto_core.model import Stage
@@ -85,7 +85,7 @@ class AllReduce:
         self._under_way: list[Pending] = []
 
     def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
-        """Lay out the buckets in reverse order of the parameters, about the order in which backward completes them."""
+        """Lay out the buckets in `backward_order`."""
         open_buckets: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
         buckets: list[Bucket] = []
 
@@ -101,7 +101,9 @@ class AllReduce:
                 )
             )
 
-        for name, parameter in reversed(list(stage.named_parameters())):
+        parameters = dict(stage.named_parameters())
+        for name in backward_order(stage):
+            parameter = parameters[name]
             if not parameter.requires_grad:
                 continue
             axes = tuple(a for a in sorted({DP, *stage.layouts[name].partial}) if self._mesh.size(a) > 1)

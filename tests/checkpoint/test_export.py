@@ -290,13 +290,15 @@ def test_a_run_without_checkpoints_is_said(tmp_path: Path) -> None:
 
 
 def test_the_contents_of_a_checkpoint_are_shown(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect_command([str(saved / "test")]) == 0
+    assert inspect_command(["inspect", str(saved / "test")]) == 0
     shown = capsys.readouterr().out
     assert "step 1, saved on dp 1" in shown
     assert "model.norm.weight [16] F64, in 1 piece(s)" in shown
     assert "the optimizer keeps exp_avg, exp_avg_sq, step" in shown
     with pytest.raises(UserError, match="takes one folder"):
-        inspect_command([str(saved / "test"), "more"])
+        inspect_command(["inspect", str(saved / "test"), "more"])
+    with pytest.raises(UserError, match="femto checkpoint inspect CHECKPOINT"):
+        inspect_command([str(saved / "test")])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -7,10 +7,14 @@ import math
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from femto_core.build import make_run_dir
 from femto_core.config import Config, make_config, read_toml
+from femto_core.sections import CheckpointSection, RunSection
 from tests.cli.commands import TINY_FLAGS, femto, install_plugin
 
 
@@ -101,6 +105,16 @@ def test_an_earlier_run_is_not_overwritten(dataset: Path, tmp_path: Path) -> Non
     assert again.code == 2
     assert "holds an earlier run" in again.err
     assert (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes() == before
+
+
+def test_runs_without_a_name_that_begin_in_one_second_keep_apart(tmp_path: Path) -> None:
+    config: Any = SimpleNamespace(run=RunSection(dir=str(tmp_path / "runs")), checkpoint=CheckpointSection())
+    alone: Any = SimpleNamespace(rank=0, from_first=lambda value: value)
+    made = [make_run_dir(config, alone) for _ in range(4)]
+    assert len({folder for folder, _ in made}) == 4
+    assert all(folder.is_dir() for folder, _ in made)
+    for _, lock in made:
+        lock.release()
 
 
 FAILS_ON_RANK_1 = """

@@ -163,6 +163,25 @@ def test_a_gradient_that_is_not_contiguous_lands_in_its_places() -> None:
     assert torch.equal(parameter.grad, 2 * torch.arange(15.0, dtype=F64).view(5, 3).t())
 
 
+@pytest.mark.parametrize("wire", [F64, F32])
+def test_a_gradient_that_fills_its_bucket_becomes_it_unless_sums_are_wider(wire: torch.dtype) -> None:
+    [parameter] = [nn.Parameter(torch.zeros(4, ALIGNMENT, dtype=wire))]
+    bucket = make_bucket([parameter], F64, wire)
+    for more in (True, False):
+        set_grad(parameter, 7.0)
+        assert parameter.grad is not None
+        came = parameter.grad.untyped_storage().data_ptr()
+        bucket.collect(parameter, more_to_come=more)
+        assert (bucket.flat.untyped_storage().data_ptr() == came) == (wire == F64 and more)
+    assert float(bucket.narrow().sum()) == 14 * parameter.numel()
+    bucket.hand_over()
+    assert parameter.grad is not None
+    assert parameter.grad.shape == parameter.shape
+    set_grad(parameter, 1.0)  # the next step's
+    bucket.collect(parameter, more_to_come=False)
+    assert float(bucket.flat.sum()) == parameter.numel()
+
+
 def test_release_frees_the_memory() -> None:
     members = parameters()
     bucket = make_bucket(members)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PretrainedConfig, T5Config
 
 from femto_core.batch import Batch, plain_positions
+from femto_core.buckets import backward_order
 from femto_core.errors import UserError
 from femto_core.layout import Box
 from femto_core.loss import CrossEntropy
@@ -566,3 +567,27 @@ def test_boxes_of_a_file_are_read_alone(tmp_path: Path) -> None:
     parts = full.weights.read(EMBEDDING, [Box((3, 2), (4, 5)), Box((31, 0), (1, 16))])
     assert torch.equal(parts[0], everything[3:7, 2:7])
     assert torch.equal(parts[1], everything[31:])
+
+
+# The order in which gradients come.
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_stand_in_the_order_of_backward_with_a_layers_vectors_behind_them(family: str, tied: bool) -> None:
+    """A bucket that begins with a layer's first norm, whose gradient is the layer's last, waits for the whole layer."""
+    stage = ready(build_model(section(family=family, tied=tied), seed=0))
+    order, parameters = backward_order(stage), dict(stage.named_parameters())
+    came: list[str] = []
+    for name, parameter in stage.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))  # type: ignore[misc]
+    stage.head(stage.forward(batch().input_ids, batch())).sum().backward()
+    assert sorted(order) == sorted(came)
+    layer = [name.removeprefix("model.layers.").partition(".")[0] for name in order if ".layers." in name]
+    assert layer == sorted(layer, key=int, reverse=True)
+    for number in range(LAYERS):
+        mine = [name for name in order if f".layers.{number}." in name]
+        matrices = [name for name in mine if parameters[name].ndim > 1]
+        assert mine[: len(matrices)] == matrices
+        last = max(came.index(name) for name in matrices)
+        assert came.index(f"model.layers.{number}.input_layernorm.weight") > last, "else the order could be simpler"

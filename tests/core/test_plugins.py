@@ -757,6 +757,12 @@ def test_an_unknown_command_is_refused_with_the_nearest_and_all(site: Site) -> N
     assert "sparkle, " in refusal(run_command, ["qqq", "--plugins", "zap"])
 
 
+def test_a_command_of_a_plugin_that_is_not_active_names_the_plugin(site: Site) -> None:
+    site.install(COMMAND.format(name="sparkle"))
+    said = refusal(run_command, ["sparkle"])
+    assert said == "sparkle is a command of plugin zap, which is not active: femto sparkle --plugins zap"
+
+
 def test_two_commands_of_one_name_are_refused(site: Site) -> None:
     site.install(COMMAND.format(name="train"))
     assert refusal(run_command, ["qqq", "--plugins", "zap"]) == "two plugins add a command called 'train'"

@@ -51,6 +51,9 @@ class Parts:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.parameters.items()
 
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        yield from ()
+
     def use(self, names: Sequence[str], weight: float) -> torch.Tensor:
         """Return a loss that gives each element of the parameters `names` the gradient `weight` times its number."""
         terms = [(self.parameters[n] * numbered(self.parameters[n])).sum() for n in names]

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.autograd import backward
 from torch.utils.checkpoint import checkpoint
 
-from femto_ops.functions import chunk_rows, linear_cross_entropy, rms_norm, swiglu
+from femto_ops.cross_entropy import chunk_rows, linear_cross_entropy
+from femto_ops.functions import rms_norm, swiglu
+from femto_ops.memory import LiveBytes
 
 EPS = 1e-5
 # Bounds on max |got - want| / max |want|: some ulps of fp32; two roundings of bf16 (2^-8 each) apart.
@@ -225,7 +227,35 @@ def test_the_head_saves_its_gradients_and_no_logits(chunk: int | None, weight_by
     targets[:4] = -100
     with counted_saves() as saved:
         linear_cross_entropy(hidden, weight, targets, chunk=chunk)
-    assert [t.nbytes for t in saved] == [2 * 6 * 8, weight_bytes, 8 * 6]
+    assert [t.nbytes for t in saved] == [2 * 6 * 8, 8 * 6, weight_bytes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_for_few_rows_the_logits_gradient_is_kept_in_place_of_the_weights(
+    dtype: torch.dtype, chunk: int | None
+) -> None:
+    hidden, weight, targets = head_case(9, 64, 200, dtype)
+    targets[:2] = -100
+    with counted_saves() as saved:
+        loss = linear_cross_entropy(hidden, weight, targets, chunk=chunk)
+    assert [list(t.shape) for t in saved] == [[7, 64], [7], [7, 200], [7, 64]]
+    del loss, saved
+
+    def with_loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, targets, chunk=chunk)
+
+    assert_same(with_loss_of, lambda h, w: textbook_loss(h, w, targets), hidden, weight)
+
+
+def test_few_rows_of_a_long_vocabulary_take_less_than_their_weights_gradient() -> None:
+    hidden, weight, targets = head_case(8, 256, 4096, torch.bfloat16)
+    with LiveBytes(torch.device("cpu")) as live:
+        loss = linear_cross_entropy(hidden, weight, targets)
+        assert live.take_peak() < weight.nbytes / 4
+        loss.backward()
+        assert live.take_peak() < 1.25 * weight.nbytes
+    assert weight.grad is not None
 
 
 def test_the_head_computes_only_the_gradients_that_are_needed() -> None:

@@ -298,6 +298,9 @@ class SomeParameters:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.stage.named_parameters() if name != self.hidden)
 
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.stage.named_layers()
+
 
 @attrs.frozen
 class SkipsAParameter(RandomTask):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from femto_core.batch import IGNORE_INDEX
-from femto_ops.functions import chunk_rows, kept_rows
+from femto_ops.cross_entropy import HeadBackward, HeadGradients, chunk_rows, kept_rows, wide
 from femto_tp.head import VocabParallelHead
-from femto_tp.ranks import Ranks, saved
+from femto_tp.ranks import Ranks
 
 
 class VocabParallelCrossEntropy:
@@ -51,7 +51,7 @@ def vocab_parallel_cross_entropy(
     """Return the cross-entropy of softmax(hidden @ weight^T over all ranks) against `targets`, summed over rows.
 
     Rows go through the head a chunk at a time, and their share of both gradients is computed while their logits exist,
-    as in `femto_ops.functions.linear_cross_entropy`. Softmax is in fp32 (float64 for float64 input).
+    as in `femto_ops.cross_entropy.linear_cross_entropy`. Softmax is in fp32 (float64 for float64 input).
 
     Args:
         hidden: [n, h], alike on all ranks.
@@ -89,28 +89,25 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         chunk: int,
         grad: bool,
     ) -> Tensor:
-        ctx.shape, ctx.ranks, ctx.sums_input_grad = hidden.shape, ranks, sums_input_grad
+        ctx.ranks, ctx.sums_input_grad, whole = ranks, sums_input_grad, hidden.shape
         need_hidden, need_weight = (grad and need for need in ctx.needs_input_grad[:2])
         if kept is not None:
             hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        n, mine = hidden.shape[0], weight.shape[0]
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_hidden else None
-        dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
-        for at in range(0, n, chunk):
-            part = hidden[at : at + chunk]  # [c, h]
-            logits = (part @ weight.t()).to(wide)  # [c, rows of this rank]
-            target = targets[at : at + chunk] - start  # [c]
+        dtype, mine = wide(hidden.dtype), weight.shape[0]
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        gradients = HeadGradients(hidden, weight, chunk, need_hidden=need_hidden, need_weight=need_weight)
+        for rows, logits in gradients.chunks():
+            probs = logits.to(dtype)  # [c, rows of this rank]
+            target = targets[rows] - start  # [c]
             is_here = (target >= 0) & (target < mine)
             column = target.where(is_here, 0).unsqueeze(1)  # [c, 1]
-            numbers = torch.zeros(4, part.shape[0], dtype=wide, device=hidden.device)
+            numbers = torch.zeros(4, len(target), dtype=dtype, device=hidden.device)
             if mine:
-                numbers[0] = logits.amax(1)
-                numbers[2] = logits.gather(1, column).squeeze(1) * is_here
-                numbers[3] = logits.sum(1)
-                logits.sub_(numbers[0].unsqueeze(1)).exp_()
-                numbers[1] = logits.sum(1)
+                numbers[0] = probs.amax(1)
+                numbers[2] = probs.gather(1, column).squeeze(1) * is_here
+                numbers[3] = probs.sum(1)
+                probs.sub_(numbers[0].unsqueeze(1)).exp_()
+                numbers[1] = probs.sum(1)
             else:
                 numbers[0] = -torch.inf
             everyone, pending = ranks.start_gather(numbers)  # [size, 4, c]
@@ -123,33 +120,23 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             total += (sums.log() + largest - aim).sum()
             if not (need_hidden or need_weight):
                 continue
-            logits.mul_(((numbers[0] - largest).exp() / sums).unsqueeze(1))  # the softmax over all ranks
+            probs.mul_(((numbers[0] - largest).exp() / sums).unsqueeze(1))  # the softmax over all ranks
             if smoothing:
-                logits.sub_(smoothing / vocab)
+                probs.sub_(smoothing / vocab)
             if mine:
-                logits.scatter_add_(1, column, (is_here.to(wide) * (smoothing - 1.0)).unsqueeze(1))
-            pull = logits.to(hidden.dtype)
-            if dhidden is not None:
-                torch.mm(pull, weight, out=dhidden[at : at + chunk])
-            if dweight is not None:
-                dweight += pull.t() @ part
-        ctx.dtype = weight.dtype
-        ctx.save_for_backward(dhidden, dweight, kept if need_hidden else None)
+                probs.scatter_add_(1, column, (is_here.to(dtype) * (smoothing - 1.0)).unsqueeze(1))
+            gradients.take(rows, logits, probs)
+        gradients.save(ctx, kept, whole)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, dweight, kept = saved(ctx)
-        pending = None
-        if dhidden is not None:
-            dhidden = (dhidden * grad).to(dhidden.dtype)
-            if ctx.sums_input_grad:
-                pending = ctx.ranks.start_sum(dhidden)
-        if dweight is not None:
-            dweight = (dweight * grad).to(ctx.dtype)
+        saved = HeadBackward(ctx, grad)
+        dhidden, pending = saved.hidden(), None
+        if dhidden is not None and ctx.sums_input_grad:
+            pending = ctx.ranks.start_sum(dhidden)
+        dweight = saved.weight()
         if pending is not None:
             pending.wait()
-        if dhidden is not None and kept is not None:
-            dhidden = dhidden.new_zeros(ctx.shape).index_copy_(0, kept, dhidden)
-        return dhidden, dweight, *[None] * 9
+        return saved.spread(dhidden), dweight, *[None] * 9

@@ -23,9 +23,9 @@ IN_FLIGHT = 1
 class GradientShards:
     """Sums the gradients of flat parameters over ranks, and keeps of each sum the share that this rank owns.
 
-    With `every_micro_batch`, full gradients are reduced and freed after each backward, and shards add up in fp32 or
-    wider (stages 2 and 3); otherwise full gradients add up and are reduced in the last micro-batch's backward
-    (stage 1).
+    With `every_micro_batch`, full gradients are reduced and freed after each backward, and shards add up (stages 2 and
+    3); otherwise full gradients add up and are reduced in the last micro-batch's backward (stage 1). Sums over
+    micro-batches are in the precision seat's `accumulate_dtype` either way.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class GradientShards:
         group: dist.ProcessGroup,
     ) -> None:
         self._mesh, self._every = mesh, every_micro_batch
+        self._precision = precision
         self._flats: dict[Bucket, FlatParameters] = {}
         for flat in flats:
             wire = precision.reduce_dtype(flat.kind.dtype)
@@ -106,8 +107,9 @@ class GradientShards:
     def _land(self) -> None:
         bucket, share, pending = self._under_way.pop(0)
         pending.wait()
-        if bucket in self._shares:  # there is something to add up: from here on in fp32 or wider
-            wide = torch.promote_types(share.dtype, torch.float32)
+        del pending  # and with it the whole gradients, before sums widen
+        if bucket in self._shares:  # from the second on in the dtype of sums
+            wide = torch.promote_types(share.dtype, self._precision.accumulate_dtype(self._flats[bucket].kind.dtype))
             share = self._shares[bucket].to(wide).add_(share)
         self._shares[bucket] = share
 

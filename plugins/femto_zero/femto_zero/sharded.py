@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from femto_core.buckets import backward_order
 from femto_core.mesh import DP, Mesh
 from femto_core.model import Stage
 from femto_core.precision import MixedPrecisionManager, ParamGroup
@@ -48,11 +49,14 @@ class ShardedWeights(Stateless):
         metas = dict(stage.named_parameters())
         group, device = self._mesh.group(DP), self._mesh.device
         plans, uses = plan_units(stage)
+        order = backward_order(stage)
         units: dict[str, Unit] = {}
         for name, parameters in plans.items():
             flats = [
                 FlatParameters(run, stage, kind, group, device)
-                for kind, members in kinds_of(parameters, stage, precision, self._mesh).items()
+                for kind, members in kinds_of(
+                    [name for name in order if name in parameters], stage, precision, self._mesh
+                ).items()
                 for run in halves(members, metas)
             ]
             units[name] = Unit(name, flats)
@@ -72,7 +76,7 @@ class ShardedWeights(Stateless):
                 self._first.setdefault(unit, place.number)
                 self._last[unit] = place.number
             self._watch(place)
-        trainable = [flat for flat in reversed(flats) if flat.kind.trainable]
+        trainable = [flat for unit in reversed(self._units) for flat in unit.flats if flat.kind.trainable]
         # Ranks that use different parameters reduce and gather in different orders: two groups keep them apart.
         reductions = self._mesh.another_group(DP) if self._mesh.size(DP) > 1 else group
         self._gradients = GradientShards(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from femto_core import collectives
+from femto_core.buckets import backward_order
 from femto_core.mesh import DP, Mesh
 from femto_core.model import Stage
 from femto_core.precision import MixedPrecisionManager, ParamGroup
@@ -28,10 +29,10 @@ class WholeWeights(Stateless):
         self._gradients: GradientShards
 
     def make_master(self, stage: Stage, precision: MixedPrecisionManager) -> list[ParamGroup]:
-        """Lay out the buckets in reverse order of the parameters, about the order in which backward completes them."""
+        """Lay out the buckets in `backward_order`."""
         metas = dict(stage.named_parameters())
         frozen = {name for name, parameter in metas.items() if not parameter.requires_grad}
-        trainable = [name for name in reversed(list(metas)) if name not in frozen]
+        trainable = [name for name in backward_order(stage) if name not in frozen]
         group = self._mesh.group(DP)
         for kind, names in kinds_of(trainable, stage, precision, self._mesh).items():
             sizes = [metas[name].numel() * kind.dtype.itemsize for name in names]
@@ -42,9 +43,7 @@ class WholeWeights(Stateless):
         for flat in self._flats:
             self._groups |= flat.make_groups(stage.layouts, precision)
         for name, parameter in stage.named_parameters():
-            if (
-                name in frozen
-            ):  # nobody updates it: there is nothing to shard but the weight itself, and this is stage 3's
+            if name in frozen:  # nobody updates it: only the weight itself could be sharded, and this is stage 3's
                 self._groups[name] = precision.make_group(name, parameter, stage.layouts[name])
         self._gradients = GradientShards(
             self._flats, self._mesh, precision, every_micro_batch=self._every_micro_batch, group=group
