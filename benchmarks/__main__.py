@@ -10,6 +10,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -19,6 +20,8 @@ from benchmarks.overhead import measure_overhead
 from benchmarks.workload import Workload
 
 ROUNDS = 3
+ALIKE = {"first_loss": 0.1, "last_loss": 0.1}
+"""How far two contenders may differ, who begin with other random weights: otherwise they did not do the same work."""
 
 
 @attrs.frozen
@@ -50,7 +53,7 @@ PAIRS = {
     ],
     "model parallel": [
         (Entry("femto+bf16+tp"), Entry("dtensor-tp")),
-        (Entry("femto+bf16+tp+tp.sequence_parallel=true"), Entry("dtensor-tp")),
+        (Entry("femto+bf16+tp+tp.sequence_parallel=true"), Entry("dtensor-sp")),
         (Entry("femto+bf16+pp"), Entry("torch-1f1b")),
         (Entry("femto+bf16+pp+pp.layers=balanced"), Entry("torch-1f1b")),
         (Entry("femto+bf16+pp+pp.schedule=gpipe"), Entry("torch-gpipe")),
@@ -113,6 +116,9 @@ def line(ours: Entry, theirs: Entry, results: dict[Entry, list[dict[str, Any]]],
         return value
 
     a, b = results[ours], results[theirs]
+    for key, most in ALIKE.items() if ours.batch == theirs.batch else ():
+        if abs(middle(ours, key) - middle(theirs, key)) > most:
+            raise SystemExit(f"{ours} and {theirs} differ in {key}: {middle(ours, key)} and {middle(theirs, key)}")
     ratios = [x["tokens_per_s"] / y["tokens_per_s"] / times for x, y in zip(a, b, strict=True)]
     each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
     peer = f"{times} x {theirs}" if times > 1 else str(theirs)
@@ -122,18 +128,23 @@ def line(ours: Entry, theirs: Entry, results: dict[Entry, list[dict[str, Any]]],
     return f"| {ours} | {speeds} | {statistics.median(ratios):.3f} x ({each}) | {memory} |"
 
 
-def main() -> None:
+def options(words: Sequence[str]) -> argparse.Namespace:
+    """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each contender runs")
     parser.add_argument(
-        "--tables", nargs="*", choices=list(PAIRS), default=list(PAIRS), help="which parts of the table to make"
+        "--parts", nargs="*", choices=list(PAIRS), default=list(PAIRS), help="which parts of the table to make"
     )
-    options = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    asked = options(sys.argv[1:])
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}\n")
     print("| femto | tokens/s | peer | tokens/s | femto : peer (each round) | peak MiB | memory |\n" + "|---" * 7 + "|")
-    for name in options.parts:
-        print(*measure(name, options.rounds), sep="\n", flush=True)
-    if "fp32" in options.parts:
+    for name in asked.parts:
+        print(*measure(name, asked.rounds), sep="\n", flush=True)
+    if "fp32" in asked.parts:
         print(f"\nkernel overhead per step against a loop written by hand: {measure_overhead():.2%}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -17,8 +18,15 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers import Step, build, loss_of, micro_batches
@@ -38,7 +46,9 @@ class MasterAdamW:
         for master in self._masters:  # DTensors of different meshes do not share a call, nor with plain tensors
             kinds.setdefault(master.device_mesh if isinstance(master, DTensor) else None, []).append(master)
         make = torch.optim.AdamW
-        self._optimizers = [make(each, lr=lr, betas=(0.9, 0.95), weight_decay=0.1) for each in kinds.values()]
+        self._optimizers = [
+            make(each, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True) for each in kinds.values()
+        ]
 
     def step(self) -> None:
         for master, parameter in zip(self._masters, self._parameters, strict=True):
@@ -63,30 +73,67 @@ class MasterAdamW:
                 master.grad = None
 
 
-def cut_matrices(layer: Any, mesh: DeviceMesh) -> None:
-    """Cut a Llama layer's matrices by columns, then by rows (torch's parallelize_module)."""
+def cut(model: Any, mesh: DeviceMesh, *, sequence: bool = False) -> None:
+    """Cut a Llama as torch's tutorial on tensor parallelism does; with `sequence`, the rows between blocks too.
+
+    Logits stay cut, for `loss_parallel`.
+    """
+    whole, rows = Replicate(), Shard(1)
+    out: dict[str, Any] = {"output_layouts": rows, "use_local_output": False} if sequence else {}
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
-    parallelize_module(layer, mesh, plan | {n: RowwiseParallel() for n in ("self_attn.o_proj", "mlp.down_proj")})
+    layer_plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    layer_plan |= {name: RowwiseParallel(**out) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    head: dict[str, Any] = {"input_layouts": rows} if sequence else {}
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, **out),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False, **head),
+    }
+    if sequence:
+        attention: dict[str, Any] = {
+            "input_kwarg_layouts": {"hidden_states": rows},
+            "desired_input_kwarg_layouts": {"hidden_states": whole},
+        }
+        layer_plan |= {
+            "input_layernorm": SequenceParallel(),
+            "self_attn": PrepareModuleInput(**attention, use_local_output=True),
+            "post_attention_layernorm": SequenceParallel(),
+            "mlp": PrepareModuleInput(input_layouts=rows, desired_input_layouts=whole, use_local_output=True),
+        }
+        plan["model.norm"] = SequenceParallel()
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, layer_plan)
+    parallelize_module(model, mesh, plan)
 
 
-def dtensor_tp(workload: Workload) -> Step:
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor that may be cut."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def accumulated(model: Any, stream: Iterator[torch.Tensor], workload: Workload) -> torch.Tensor:
+    """Do forward and backward of a step's micro-batches of a model whose logits are cut; return the mean loss."""
+    total = torch.zeros((), device=pick_device())
+    for number in range(workload.accumulation):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(number == workload.accumulation - 1)
+        with loss_parallel():
+            loss = loss_of(model, next(stream)) / workload.accumulation
+            loss.backward()  # type: ignore[no-untyped-call]
+        total += whole_of(loss.detach())
+    return total
+
+
+def dtensor_tp(workload: Workload, *, sequence: bool) -> Step:
     """torch's parallelize_module over DTensors, on all ranks."""
     model = build(workload, torch.bfloat16)
-    mesh = init_device_mesh(pick_device().type, (dist.get_world_size(),))
-    for layer in model.model.layers:
-        cut_matrices(layer, mesh)
+    cut(model, init_device_mesh(pick_device().type, (dist.get_world_size(),)), sequence=sequence)
     optimizer = MasterAdamW(model.parameters(), workload.lr)
     stream = micro_batches(workload, 0, 1)  # all ranks see the same rows
 
     def step() -> float:
-        total = 0.0
-        for _ in range(workload.accumulation):
-            loss = loss_of(model, next(stream)) / workload.accumulation
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+        total = accumulated(model, stream, workload)
         optimizer.step()
-        return total
+        return float(total)
 
     return step
 
@@ -96,20 +143,15 @@ def fsdp2_tp(workload: Workload) -> Step:
     mesh = init_device_mesh(pick_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = build(workload, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    cut(model, mesh["tp"])
     for layer in model.model.layers:
-        cut_matrices(layer, mesh["tp"])
         fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
     fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
     optimizer = MasterAdamW(model.parameters(), workload.lr)
     stream = micro_batches(workload, mesh.get_local_rank("dp"), 2)
 
     def step() -> float:
-        total = torch.zeros((), device=pick_device())
-        for number in range(workload.accumulation):
-            model.set_requires_gradient_sync(number == workload.accumulation - 1)
-            loss = loss_of(model, next(stream)) / workload.accumulation
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        total = accumulated(model, stream, workload)
         optimizer.step()
         dist.all_reduce(total, group=mesh.get_group("dp"))
         return float(total) / 2
@@ -147,10 +189,9 @@ def torch_pipeline(workload: Workload, schedule: Any, *, chunks: int = 1, other:
     rank, size = mesh.get_local_rank("pp"), world // beside
     full = build(workload, torch.bfloat16)
     numbers = [rank + size * chunk for chunk in range(chunks)]
-    parts: list[Any] = [PipelinePart(full, number, size * chunks) for number in numbers]
     if other == "tp":
-        for layer in full.model.layers:
-            cut_matrices(layer, mesh["other"])
+        cut(full, mesh["other"])
+    parts: list[Any] = [PipelinePart(full, number, size * chunks) for number in numbers]
     parameters = [parameter for part in parts for parameter in part.parameters()]
     optimizer = MasterAdamW(parameters, workload.lr, sums_over=mesh.get_group("pp"))
     if other == "ddp":
@@ -177,8 +218,10 @@ def torch_pipeline(workload: Workload, schedule: Any, *, chunks: int = 1, other:
         losses: list[torch.Tensor] = []
         is_last = rank == size - 1
         aim: dict[str, Any] = {"target": rows[:, 1:], "losses": losses} if is_last else {}
-        runner.step(*[rows[:, :-1]] * (rank == 0), **aim)
+        with loss_parallel() if other == "tp" else contextlib.nullcontext():
+            runner.step(*[rows[:, :-1]] * (rank == 0), **aim)
         optimizer.step()
+        losses = [whole_of(loss) for loss in losses]
         total = torch.stack(losses).mean().float() if losses else torch.zeros((), device=pick_device())
         dist.all_reduce(total)  # of the last stage's ranks
         return float(total) / beside
@@ -187,7 +230,8 @@ def torch_pipeline(workload: Workload, schedule: Any, *, chunks: int = 1, other:
 
 
 MODEL_PARALLEL: dict[str, Callable[[Workload], Step]] = {
-    "dtensor-tp": dtensor_tp,
+    "dtensor-tp": lambda workload: dtensor_tp(workload, sequence=False),
+    "dtensor-sp": lambda workload: dtensor_tp(workload, sequence=True),
     "fsdp2-tp": fsdp2_tp,
     "torch-1f1b": lambda workload: torch_pipeline(workload, Schedule1F1B),
     "torch-1f1b-ddp": lambda workload: torch_pipeline(workload, Schedule1F1B, other="ddp"),

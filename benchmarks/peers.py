@@ -54,7 +54,7 @@ def mean(total: torch.Tensor) -> float:
 def ddp(workload: Workload, *, fused: bool) -> Step:
     """torch's DistributedDataParallel in fp32, AdamW and clip_grad_norm_."""
     model = build(workload, torch.float32)
-    wrapped = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if dist.get_world_size() > 1 else model
     decay = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
@@ -89,7 +89,7 @@ def ddp_bf16(workload: Workload, *, wrap: bool = False) -> Step:
     if wrap:
         for number, layer in enumerate(model.model.layers):
             model.model.layers[number] = checkpoint_wrapper(layer)
-    wrapped = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if dist.get_world_size() > 1 else model
     parameters = list(model.parameters())
     masters = [p.detach().float().clone() for p in parameters]
     optimizer = torch.optim.AdamW(masters, lr=workload.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -150,7 +150,7 @@ def deepspeed(workload: Workload, stage: int) -> Step:
         "zero_allow_untested_optimizer": True,
     }
     model = build(workload, torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config)
     stream = micro_batches(workload, dist.get_rank(), dist.get_world_size())
 

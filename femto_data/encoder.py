@@ -18,13 +18,10 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from femto_core.errors import UserError
+from femto_data.workspace import Interrupted
 
 _BATCH = 2**18  # characters given to the tokenizers library at once: what it returns takes many times their size
 _START = "import sys; sys.path[:] = {path!r}; from femto_data.encoder import serve; serve()"
-
-
-class WorkerDied(UserError):  # noqa: N818 - a kind of ending, and the user can mend it
-    """A tokenising process was ended from outside."""
 
 
 class SlowTokenizer(Protocol):
@@ -104,14 +101,14 @@ class WorkerPool:
             raise
 
     def __call__(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Encode as `Encoder` does, in the next free process. Raises WorkerDied if it goes away."""
+        """Encode as `Encoder` does, in the next free process. Raises Interrupted if it goes away."""
         process = self._free.get()
         try:
             _send(process, list(texts))
             assert process.stdout is not None
             answer = pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise WorkerDied(
+            raise Interrupted(
                 f"a tokenising process ended (exit code {process.wait()}), probably for want of memory; run the same "
                 f"command again with fewer --workers, and it goes on from what is done"
             ) from error

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from femto_core.errors import UserError
 from femto_data.documents import text_of
+from femto_data.workspace import Interrupted
 
 
 def hub_revision(name: str) -> str:
@@ -52,7 +53,7 @@ def _stream(name: str, revision: str, text_key: str) -> Iterator[str]:
         for number, row in enumerate(rows, 1):
             yield text_of(row, text_key, f"{name}, row {number}")
     except (OSError, ValueError) as error:
-        raise _unreachable(name, error) from error
+        raise Interrupted(f"{_unreachable(name, error)}; what is done is kept: run it again, and it goes on") from error
 
 
 def _unreachable(name: str, error: Exception) -> UserError:

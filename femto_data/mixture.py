@@ -48,12 +48,19 @@ class Mixture:
         self._seen = [0] * len(self.ratios)
         self._taken = [0] * len(self.ratios)
 
-    def copies(self, source: int, tokens: int) -> int:
-        """Return how many times to write the next document of `source`, of which `tokens` > 0 are known already."""
-        due = self.ratios[source] * (self._seen[source] + tokens) - self._taken[source]
-        return max(0, math.floor(due / tokens + 0.5))
+    @property
+    def takes_all(self) -> bool:
+        """Whether every document is written once."""
+        return all(ratio == 1 for ratio in self.ratios)
 
-    def count(self, source: int, tokens: int, copies: int) -> None:
-        """Take note of `tokens` of the current document, written `copies` times."""
+    def anew(self) -> Mixture:
+        """Return the same before its first document."""
+        return Mixture(self.ratios)
+
+    def take(self, source: int, tokens: int) -> int:
+        """Return how many times to write the next document of `source`, which has `tokens`; it counts as written."""
         self._seen[source] += tokens
+        due = self.ratios[source] * self._seen[source] - self._taken[source]
+        copies = max(0, math.floor(due / tokens + 0.5)) if tokens else 0
         self._taken[source] += copies * tokens
+        return copies

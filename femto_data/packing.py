@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -87,7 +87,8 @@ def pack(
             f"empty; give input with text in it"
         )
     available = [count.tokens - count.held_out_tokens for count in counts]
-    mixture = ratios(config.weights, available, config.input)
+    mixture = Mixture(ratios(config.weights, available, config.input))
+    long = _long_documents(shards()) if config.weights else {}
 
     def writer(name: str) -> RowWriter:
         return RowWriter(
@@ -102,7 +103,7 @@ def pack(
         writers = [stack.enter_context(writer(name)) for name in ("train", "held_out")[: 2 if config.held_out else 1]]
         passes, done = 1, 0
         while done < passes:
-            for shard, out, copies in _planned(shards(), held_out, mixture):
+            for shard, out, copies in _planned(shards(), held_out, mixture.anew(), long):
                 taken = (copies > done) & ~out
                 writers[0].append(shard.ids[np.repeat(taken, shard.lengths)])
                 _add(counts, shard, taken, "train")
@@ -137,24 +138,31 @@ def _count(shards: Iterable[Shard], held_out: HeldOut, inputs: int) -> list[Coun
     return counts
 
 
+def _long_documents(shards: Iterable[Shard]) -> dict[int, int]:
+    """Return the tokens of each document that comes in more than one piece, by its number."""
+    tokens: dict[int, int] = {}
+    for shard in shards:
+        documents = shard.documents
+        for piece in np.flatnonzero(~(shard.begins & shard.ends)):
+            document = int(documents[piece])
+            tokens[document] = tokens.get(document, 0) + int(shard.lengths[piece])
+    return tokens
+
+
 def _planned(
-    shards: Iterable[Shard], held_out: HeldOut, mixture: Sequence[float]
+    shards: Iterable[Shard], held_out: HeldOut, mixture: Mixture, long: Mapping[int, int]
 ) -> Iterator[tuple[Shard, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
     """Yield each shard, which of its pieces are held out, and how often the others are taken [pieces]."""
-    always = all(ratio == 1 for ratio in mixture)
-    mixed = Mixture(mixture)
     current = 0  # copies of the document that a piece belongs to: decided at its first piece
     for shard in shards:
         out = held_out.of(shard)
         copies = np.ones(len(out), np.int64)
-        if not always:
-            for piece in range(len(out)):
+        if not mixture.takes_all:
+            begins, documents = shard.begins, shard.documents
+            for piece in np.flatnonzero(~(out | shard.empty)):
                 source, tokens = int(shard.sources[piece]), int(shard.lengths[piece])
-                if out[piece] or not tokens:
-                    continue
-                if shard.begins[piece]:
-                    current = mixed.copies(source, tokens)
-                mixed.count(source, tokens, current)
+                if begins[piece]:
+                    current = mixture.take(source, long.get(int(documents[piece]), tokens))
                 copies[piece] = current
         yield shard, out, copies
 

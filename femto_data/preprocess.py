@@ -24,7 +24,7 @@ from femto_data.config import PreprocessConfig
 from femto_data.dataset import FORMAT as ROWS_FORMAT
 from femto_data.dataset import tokenizer_fingerprint
 from femto_data.documents import Piece, read_pieces
-from femto_data.encoder import Encoder, SlowTokenizer, WorkerDied, WorkerPool
+from femto_data.encoder import Encoder, SlowTokenizer, WorkerPool
 from femto_data.manifest import FORMAT, SOURCES_NAME, Manifest, SourceCounts, is_dataset, write_manifest
 from femto_data.mixture import check_weights
 from femto_data.packing import HeldOut, Packed, pack
@@ -32,7 +32,7 @@ from femto_data.progress import Progress, show_progress
 from femto_data.shards import Encode, load_shards, make_shards
 from femto_data.sources import Source, SourceFile, digest_files, digest_of_digests, find_sources, write_source_list
 from femto_data.tokenizer import SMALLEST_VOCABULARY, draw_sample, load_tokenizer, train_tokenizer
-from femto_data.workspace import open_workspace
+from femto_data.workspace import Interrupted, open_workspace
 
 _MAKING = 1  # raised whenever the way shards are made changes, so that no killed run's are taken for new ones
 
@@ -53,7 +53,8 @@ def preprocess(config: PreprocessConfig, *, quiet: bool = False) -> Manifest:
     The folder is named by a digest of the arguments, the sources' contents and the tokenizer. A run that is killed
     leaves it, and the next one with the same digest reads the documents again but tokenises only what is missing; a run
     with another removes it. `quiet` hides the progress. Raises UserError for input that cannot be read, that changes
-    meanwhile, or that does not fill a row, and then leaves nothing; and for a full disk, which leaves what is done.
+    meanwhile, or that does not fill a row, and then leaves nothing; and for a full disk, a worker that was killed or a
+    network that fails (`Interrupted`), which leave what is done.
     """
     _check(config)
     output = Path(config.output).resolve()  # a link's target is replaced, not the link
@@ -65,7 +66,7 @@ def preprocess(config: PreprocessConfig, *, quiet: bool = False) -> Manifest:
             with open_workspace(output, _key(config, inputs, tokenizer)) as workspace:
                 try:
                     manifest = _make(config, inputs, tokenizer, workspace.folder, progress)
-                except WorkerDied:
+                except Interrupted:
                     raise
                 except UserError:
                     workspace.remove()

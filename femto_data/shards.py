@@ -48,6 +48,12 @@ class Shard:
         return begins
 
     @property
+    def ends(self) -> npt.NDArray[np.bool_]:
+        """Whether each piece is its document's last [pieces]."""
+        ends: npt.NDArray[np.bool_] = self.flags & _LAST > 0
+        return ends
+
+    @property
     def empty(self) -> npt.NDArray[np.bool_]:
         """Whether each piece is an empty document [pieces]."""
         empty: npt.NDArray[np.bool_] = (self.flags == _FIRST | _LAST) & (self.lengths == 0)

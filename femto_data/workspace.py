@@ -17,6 +17,10 @@ _ASIDE = "replaced"
 _SWEPT = ".swept"  # the end of the name of a folder that is being removed
 
 
+class Interrupted(UserError):  # noqa: N818 - a kind of ending, and the user can mend it
+    """Something from outside ended the work: what is done so far is kept, and the same command goes on from there."""
+
+
 @attrs.frozen
 class Workspace:
     """A hidden folder beside `output`, named by the key of what is being made."""

@@ -31,13 +31,11 @@ def test_at_every_document_what_was_taken_is_near_its_ratio_of_what_was_seen(len
     mixture = Mixture([1.0, ratio])
     seen = taken = 0
     for length in lengths:
-        copies = mixture.copies(1, length)
-        mixture.count(1, length, copies)
+        copies = mixture.take(1, length)
         seen += length
         taken += copies * length
         assert abs(taken - ratio * seen) <= max(lengths) / 2 + 1e-6
-        assert mixture.copies(0, 5) == 1
-        mixture.count(0, 5, 1)
+        assert mixture.take(0, 5) == 1
 
 
 def test_the_number_of_tokens_stays_and_the_sum_of_weights_does_not_matter() -> None:
@@ -98,6 +96,26 @@ def test_the_mixture_is_the_same_to_the_byte_for_any_number_of_workers_and_any_c
     monkeypatch.setattr("femto_data.shards.CHARACTERS", 500)
     run(tmp_path, *sources, weights=(0.3, 0.7), held_out=0.1, workers=2)
     assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("weights", [(0.1, 0.9), (0.5, 0.5), (0.9, 0.1)])
+def test_long_documents_are_taken_and_left_out_whole_and_as_evenly_as_short_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[float, float]
+) -> None:
+    monkeypatch.setattr("femto_data.documents.LONGEST", 64)  # so that a document comes in some ten pieces
+    monkeypatch.setattr("femto_data.shards.CHARACTERS", 1000)  # and pieces of one lie in two shards
+    long = [f"long {i} " + " ".join(f"w{i}x{j}" for j in range(80 + i)) for i in range(24)]
+    manifest = run(
+        tmp_path, texts(tmp_path / "a.jsonl", *A), texts(tmp_path / "l.jsonl", *long), weights=weights, seq_len=1
+    )
+    found = Counter(decoded(tmp_path / "out").split("<|endoftext|>"))
+    for documents in (A, long):
+        counts = [found[document] for document in documents]
+        assert max(counts) - min(counts) <= 1
+    assert sum(found[document] for document in long) == manifest.sources[1].train_documents
+    share = manifest.sources[1].train_tokens / manifest.train_tokens
+    longest = max(len(document) for document in long)
+    assert abs(share - weights[1]) * manifest.train_tokens <= longest
 
 
 def test_an_input_with_nothing_to_repeat_is_refused(tmp_path: Path, sources: tuple[Path, Path]) -> None:

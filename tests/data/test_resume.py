@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from femto_core.errors import UserError
 from femto_data import preprocess as module
 from femto_data import shards
-from femto_data.encoder import WorkerDied, WorkerPool
+from femto_data.encoder import WorkerPool
+from femto_data.workspace import Interrupted
 from femto_data.workspace import open_workspace
 from tests.data.making import contents, refusal, run, texts
 
@@ -387,7 +388,7 @@ def test_a_tokenising_process_that_dies_is_told_and_what_is_done_is_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr(WorkerPool, "__call__", killing)
-        with pytest.raises(WorkerDied, match=r"exit code -9.*fewer --workers, and it goes on"):
+        with pytest.raises(Interrupted, match=r"exit code -9.*fewer --workers, and it goes on"):
             run(tmp_path, source, workers=2)
     counting.made()
     run(tmp_path, source, workers=2)
