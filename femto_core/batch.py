@@ -46,4 +46,4 @@ class Batch:
 
 def plain_positions(rows: int, length: int) -> torch.Tensor:
     """Return position ids [rows, length] of rows that hold one document each."""
-    return torch.arange(length).expand(rows, length)
+    return torch.arange(length).repeat(rows, 1)  # memory of its own for each row: pinning writes to it

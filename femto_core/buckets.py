@@ -152,6 +152,8 @@ class Bucket:
         for parameter, view in self._views.items():
             parameter.grad = view
         self._filled.clear()
+        if len(self.parameters) == 1:  # the next step's gradient will be the bucket; this one's need not wait for it
+            self.release()
 
     def release(self) -> None:
         """Drop the memory of the sums."""

@@ -5,6 +5,7 @@ Besides `mesh` this is the only file that reads the environment (RANK, FEMTO_PLU
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -85,8 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _report(f"[rank {_rank()}] {traceback.format_exc()}", own=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Once process groups exist, the interpreter's own way out can wait for ever for ranks that are gone.
+    # Once process groups exist, the interpreter's own way out can wait for ever for ranks that are gone, or abort.
     if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+        if not code:
+            atexit._run_exitfuncs()
         os._exit(code)
     raise SystemExit(code)
 
@@ -162,9 +165,7 @@ def read_run(
 
 def train_run(config: Config, plugins: Plugins) -> None:
     """Join the other ranks, build the trainer, train, and part in good order."""
-    import torch.distributed as dist  # torch takes a second to load: not before it is needed
-
-    from femto_core.build import build_trainer
+    from femto_core.build import build_trainer  # torch takes a second to load: not before it is needed
     from femto_core.mesh import init_process_group, pick_device
 
     init_process_group(pick_device())
@@ -173,10 +174,7 @@ def train_run(config: Config, plugins: Plugins) -> None:
         signal.signal(number, lambda *_: setattr(trainer, "stop_requested", True))
     trainer.train()
     trainer.close()
-    trainer.mesh.barrier()
-    sys.stdout.flush()
-    with contextlib.suppress(RuntimeError):  # the run is complete; a rank that left first is no failure
-        dist.destroy_process_group()
+    trainer.mesh.barrier()  # process groups end with the process: `main` sees that they are there
 
 
 def show_plugins(words: Sequence[str]) -> int:

@@ -52,7 +52,7 @@ def femto_collator() -> Collator:
 
 @hookimpl
 def femto_model(config: Config) -> FullModel:
-    from femto_core.model import build_model
+    from femto_core.architecture import build_model
 
     return build_model(config.model, config.train.seed)
 

@@ -141,6 +141,8 @@ class Mesh:
         """Return the process group of the ranks that differ from this one only along `axes`, at least one of them."""
         present = [axis for axis in axes if self.size(axis) > 1] or axes[:1]
         names = frozenset(present)
+        if names not in self._joint and len(names) > 1:
+            raise ValueError(f"nobody built a group of the axes {', '.join(sorted(names))} together")
         return self._joint[names] if names in self._joint else self._mesh.get_group(present[0])
 
     def another_group(self, axis: str) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""The model: any causal LM of transformers with the Llama anatomy, built on the meta device and cut into stages.
+"""The model: any causal LM of transformers with the Llama anatomy, cut into stages.
 
 A stage keeps the model's own code and its own parameter names; only layers outside the stage's range, and the
 embedding, norm or head that other stages hold, are taken away. It receives memory later, from the sharding strategy.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,17 +15,14 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from femto_core.batch import Batch
 from femto_core.errors import UserError
 from femto_core.layout import ParamLayout
-from femto_core.sections import ModelSection
-from femto_core.weights import RandomWeights, SafetensorsWeights, WeightSource
+from femto_core.weights import WeightSource
+from femto_ops.anatomy import changes_embeddings
 from femto_ops.deferral import WeightGradients
-from femto_ops.thrift import make_thrifty
-
-ANATOMY = ("embed_tokens", "layers", "norm", "rotary_emb")
 
 
 class Head(nn.Linear):
@@ -40,7 +36,7 @@ class Head(nn.Linear):
         `then` runs inside the module's call, so that hooks which gather, cast or time weights see it like any other
         use, while the loss can work through the head in chunks.
         """
-        return F.linear(hidden, self.weight, self.bias) if then is None else then(hidden, self.weight)
+        return F.linear(hidden, self.weight) if then is None else then(hidden, self.weight)
 
 
 class LayerRange(nn.ModuleList):
@@ -57,6 +53,12 @@ class LayerRange(nn.ModuleList):
     def __getitem__(self, index: Any) -> Any:
         """Return what a list of the visible layers would; transformers' forward takes the slice of all."""
         return [self._modules[str(number)] for number in self.visible][index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
+
+    def __len__(self) -> int:
+        return len(self.visible)
 
 
 @attrs.define
@@ -101,6 +103,8 @@ class Stage:
         self.weight_grads = WeightGradients()
         self.module = copy.deepcopy(full.module)
         self.body = self.module.model
+        if (len(self.chunks) > 1 or not (first and last)) and changes_embeddings(self.body):
+            raise UserError(f"{type(self.body).__name__} changes its embeddings, so that it cannot be cut into stages")
         self.body.layers = LayerRange({i: self.body.layers[i] for chunk in chunks for i in chunk})
         self._layer_types = getattr(full.config, "layer_types", None)
         if self._layer_types:
@@ -223,75 +227,3 @@ class Stage:
             fresh = type(module)(config=module.config)
             for key, buffer in fresh._buffers.items():
                 module._buffers[key] = buffer.to(device)
-
-
-def build_model(section: ModelSection, seed: int) -> FullModel:
-    """Build the model that `section` describes, on the meta device.
-
-    Raises `UserError` for a missing directory, an architecture without the Llama anatomy, sizes that do not fit, and
-    weight files that do not match.
-    """
-    config = _load_config(section) if section.path else _make_config(section)
-    config.use_cache = False
-    make: Any = AutoModelForCausalLM.from_config
-    try:
-        with torch.device("meta"):
-            module = make(config, attn_implementation=section.attention, dtype=torch.float32)
-    except (ValueError, ImportError) as error:
-        reason, of = str(error).partition("\n")[0], section.path or section.family
-        raise UserError(f"transformers cannot build a causal language model of {of}: {reason}") from None
-    body = getattr(module, "model", None)
-    missing = [part for part in ANATOMY if not hasattr(body, part)]
-    if missing or not isinstance(getattr(module, "lm_head", None), nn.Linear):
-        raise UserError(
-            f"{type(module).__name__} lacks the Llama anatomy ({', '.join(missing) or 'lm_head'} not found); "
-            "femto trains Llama, Mistral, Qwen2, Qwen3 and their relatives"
-        )
-    module.lm_head = _head(module.lm_head)
-    make_thrifty(module)
-    weights: WeightSource
-    if section.path and section.weights == "load":
-        weights = SafetensorsWeights(Path(section.path), module)
-    else:
-        weights = RandomWeights(module, seed)
-    return FullModel(module, weights)
-
-
-def _head(linear: nn.Linear) -> Head:
-    head = Head(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-    head.weight, head.bias = linear.weight, linear.bias  # the same objects: a tied head stays tied
-    return head
-
-
-def _load_config(section: ModelSection) -> PretrainedConfig:
-    path = Path(section.path)
-    if not (path / "config.json").is_file():
-        raise UserError(f"model.path = {section.path!r} is not a Hugging Face model directory: it has no config.json")
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path / 'config.json'} cannot be read: {error}") from None
-
-
-def _make_config(section: ModelSection) -> PretrainedConfig:
-    if section.hidden_size % section.heads or (section.hidden_size // section.heads) % 2:
-        raise UserError(
-            f"model.heads = {section.heads} must cut model.hidden_size = {section.hidden_size} into heads of even width"
-        )
-    if section.heads % section.kv_heads:
-        raise UserError(f"model.kv_heads = {section.kv_heads} must divide model.heads = {section.heads}")
-    config: PretrainedConfig = AutoConfig.for_model(
-        section.family,
-        hidden_size=section.hidden_size,
-        intermediate_size=section.intermediate_size,
-        num_hidden_layers=section.layers,
-        num_attention_heads=section.heads,
-        num_key_value_heads=section.kv_heads,
-        head_dim=section.hidden_size // section.heads,
-        vocab_size=section.vocab_size,
-        tie_word_embeddings=section.tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return config

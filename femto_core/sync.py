@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from femto_core import collectives
 from femto_core.buckets import Bucket, GradientCollector, backward_order
-from femto_core.collectives import Pending
 from femto_core.mesh import DP, Mesh
 from femto_core.model import Stage
 from femto_core.precision import MixedPrecisionManager
+from femto_ops import collectives
+from femto_ops.collectives import Pending
 
 
 class GradientSynchronizer(Protocol):

@@ -42,6 +42,11 @@ class WeightGradients:
     def __init__(self) -> None:
         self._later: Later | None = None
 
+    @property
+    def are_put_off(self) -> bool:
+        """Whether a backward under way is to put them off."""
+        return self._later is not None
+
     @contextlib.contextmanager
     def put_off(self) -> Iterator[Later]:
         """Inside, backward collects weight gradients in the result instead of computing them."""

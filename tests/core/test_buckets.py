@@ -177,6 +177,7 @@ def test_a_gradient_that_fills_its_bucket_becomes_it_unless_sums_are_wider(wire:
     bucket.hand_over()
     assert parameter.grad is not None
     assert parameter.grad.shape == parameter.shape
+    assert bucket.flat.numel() == 0, "the gradient alone holds the memory, and frees it"
     set_grad(parameter, 1.0)  # the next step's
     bucket.collect(parameter, more_to_come=False)
     assert float(bucket.flat.sum()) == parameter.numel()

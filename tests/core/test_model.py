@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PretrainedConfig, T5Config
 
+from femto_core.architecture import build_model
 from femto_core.batch import Batch, plain_positions
 from femto_core.buckets import backward_order
 from femto_core.errors import UserError
 from femto_core.layout import Box
 from femto_core.loss import CrossEntropy
-from femto_core.model import FullModel, Stage, build_model
+from femto_core.model import FullModel, Stage
 from femto_core.sections import ModelSection
 from femto_core.testing import RandomRows, RandomTask, stack_batches
 from femto_core.weights import INDEX, SINGLE, RandomWeights, SafetensorsWeights
@@ -270,6 +271,55 @@ def refused(path: Path, *words: str) -> None:
     with pytest.raises(UserError) as caught:
         build_model(section(path=str(path)), seed=0)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("cohere2", {}),
+        ("phimoe", {"lm_head_bias": True, "num_local_experts": 2}),
+    ],
+)
+def test_a_model_that_does_more_with_its_logits_is_refused(tmp_path: Path, family: str, changes: Any) -> None:
+    """Its own loss is another than that of hidden states times a matrix, and nothing would show it."""
+    config_of(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"ForCausalLM does more with its logits"):
+        build_model(section(path=str(tmp_path), weights="random"), seed=0)
+
+
+def test_scaled_embeddings_are_right_in_one_piece_and_refused_in_two(tmp_path: Path) -> None:
+    config = config_of("granite", embedding_multiplier=3.0, logits_scaling=1.0)
+    model = hugging_face(config, torch.float64)
+    model.save_pretrained(tmp_path)
+    full = build_model(section(path=str(tmp_path)), seed=0)
+    of = batch()
+    with torch.no_grad():
+        expected = model(input_ids=of.input_ids, position_ids=of.position_ids).logits
+    # transformers' norms are in fp32 whatever comes in
+    torch.testing.assert_close(logits(ready(full), of), expected, rtol=1e-3, atol=1e-4)
+    with pytest.raises(UserError, match=r"GraniteModel changes its embeddings, so that it cannot be cut into stages"):
+        cut(full, range(1))
+
+
+@pytest.mark.parametrize("family", ["nemotron", "stablelm", "starcoder2", "olmo2", "llama"])
+def test_chunks_run_their_own_layers_in_models_that_iterate_and_in_models_that_slice(
+    tmp_path: Path, family: str
+) -> None:
+    hugging_face(config_of(family), torch.float64).save_pretrained(tmp_path)
+    full = build_model(section(path=str(tmp_path)), seed=0)
+    of = batch()
+    expected = logits(ready(full), of)
+    chunked = Stage(full, [range(1), range(1, LAYERS)], frozenset({"dp"}))
+    chunked.allocate(CPU, lambda _: torch.float64)
+    with torch.no_grad():
+        for name, parameter in chunked.named_parameters():
+            [values] = full.weights.read(chunked.layouts[name].name, chunked.layouts[name].owned())
+            parameter.copy_(values)
+        chunked.train(False)
+        hidden = chunked.forward(chunked.forward(of.input_ids, of, 0), of, 1)
+        assert torch.equal(chunked.head(hidden), expected)
 
 
 def test_a_model_without_the_llama_anatomy_is_refused(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from femto_core.architecture import build_model
 from femto_core.batch import Batch, plain_positions
 from femto_core.build import load_weights
 from femto_core.loss import CrossEntropy
-from femto_core.model import Stage, build_model
+from femto_core.model import Stage
 from femto_core.precision import SinglePrecision
 from femto_core.sections import ModelSection
 from femto_core.sharding import Replicated

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import backward
 
-from femto_core import collectives
 from femto_core.layout import ParamLayout
 from femto_core.mesh import Axis, Mesh
 from femto_core.model import Stage
@@ -25,6 +24,7 @@ from femto_core.precision import SinglePrecision
 from femto_core.sync import AllReduce, NoSync
 from femto_core.testing import RandomTask, WorkerPool, make_trainer
 from femto_core.workers import WorkerFailedError
+from femto_ops import collectives
 
 CPU = torch.device("cpu")
 TP = Axis("tp", 2, 100)

@@ -13,9 +13,9 @@ from unittest import mock
 import attrs
 import torch
 
-from femto_core import collectives
 from femto_core.testing import RandomTask, Record, make_trainer, record_training
 from femto_core.trainer import Trainer
+from femto_ops import collectives
 from femto_report.verify import BOUND, compare
 
 Values = dict[str, dict[str, Any]]

@@ -11,9 +11,9 @@ import attrs
 import pytest
 import torch
 
-from femto_core import collectives
 from femto_core.model import Stage
 from femto_core.testing import WorkerPool, make_trainer
+from femto_ops import collectives
 from femto_ops.memory import LiveBytes
 from femto_pp.actions import Backward, Compute, Forward
 from femto_pp.pipeline import Run
@@ -207,7 +207,7 @@ class Gathers:
 
 def count_gathers(values: Values) -> Gathers:
     with LiveBytes(torch.device("cpu")) as counter:
-        trainer = make_trainer(values, ("pp", "zero3"))
+        trainer = make_trainer(values, ("pp", "zero3", *(["tp"] if "tp" in values else [])))
         assert isinstance(trainer.sharding, ShardedWeights)
         units = trainer.sharding._units
         trainer.train_step()
@@ -267,6 +267,12 @@ def test_stage_3_gathers_as_often_as_the_readme_says(gathered: dict[str, list[Ga
         for unit, count in seen.gathers.items():
             wanted = M if unit == "before" or unit == names[-1] else 2 * M
             assert count == wanted, (rank, seen.gathers)
+
+
+def test_an_embedding_that_is_cut_by_its_vocabulary_is_gathered_once_too(pool: WorkerPool) -> None:
+    values = merged(WIDE, micro_batches(2 * M), {"model": {"tied": False}, "tp": {"size": 2}, "pp": {"size": 1}})
+    for seen in pool.run(4, count_gathers, values):
+        assert seen.gathers["before"] == M
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -118,6 +118,9 @@ class OneWeight:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield "weight", self.weight
 
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        yield from ()
+
 
 def summed(addends: list[list[float]], precision: MixedPrecision) -> float:
     """Add up `addends` of each rank, a micro-batch each, and over ranks."""
@@ -261,6 +264,20 @@ def gated(stage: str) -> tuple[dict[str, torch.dtype], dict[str, bool], float]:
         loss = trainer.train_step().loss
     trainer.close()
     return found, same, loss
+
+
+def gated_in_parts(part_mib: float) -> dict[str, torch.Tensor]:
+    values = {**FLOAT32, "bf16": {"part_mib": part_mib}, "optim": {"warmup": 0, "lr": 1e-2, "clip": 0.01}}
+    trainer = make_trainer(values, ("bf16",), {"random_task": GatedTask()})
+    for _ in range(3):
+        trainer.train_step()
+    trainer.close()
+    return {group.name: group.master.detach().clone() for group in trainer.groups}
+
+
+def test_weights_in_fp32_are_clipped_and_updated_once_however_many_parts_there_are(pool: WorkerPool) -> None:
+    [whole], [parts] = (pool.run(1, gated_in_parts, mib) for mib in (64.0, 0.002))
+    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
 
 
 @pytest.mark.parametrize("stage", STAGES)

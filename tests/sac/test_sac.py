@@ -125,7 +125,7 @@ def gathers(settings: Values, plugins: tuple[str, ...]) -> int:
     """Return how many vectors were gathered in one step under ZeRO-3."""
     from unittest import mock
 
-    from femto_core import collectives
+    from femto_ops import collectives
 
     trainer = make_trainer(settings, plugins)
     trainer.train_step()
@@ -233,6 +233,31 @@ def test_ranks_decide_by_the_dearest_of_them() -> None:
         plans.append(budget._plan)
     assert plans[0] == plans[1]
     assert Treatment.KEEP not in plans[0]
+
+
+def stages_of_which_one_has_no_layers(section: dict[str, Any]) -> list[float]:
+    pipeline = {"pp": {"size": 2, "layers": "0,4"}, "train": {"steps": 3}, "optim": {"warmup": 0}}
+    trainer = make_trainer({"model": MODEL, "sac": section, **pipeline}, ("pp", "sac"))
+    losses: list[float] = []
+
+    class Watch:
+        @hookimpl
+        def femto_step_end(self, info: Any) -> None:
+            losses.append(info.loss)
+
+    trainer.hooks.manager.register(Watch())
+    trainer.train()
+    trainer.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "section", [{"policy": "auto", "budget_gib": 1.0}, {"policy": "modules", "pattern": "model.layers.0.mlp"}]
+)
+def test_a_stage_without_a_layer_to_wrap_neither_waits_nor_refuses(section: dict[str, Any], pool: WorkerPool) -> None:
+    first, last = pool.run(2, stages_of_which_one_has_no_layers, section)
+    assert len(first) == 3
+    assert first == last
 
 
 def trained_to_a_budget(gib: float) -> tuple[list[float], list[str]]:

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 
 from femto_core.batch import IGNORE_INDEX
 from femto_core.testing import WorkerPool
+from femto_ops.cross_entropy import chunk_rows
 from femto_ops.memory import LiveBytes
 from femto_tp.cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from femto_tp.head import VocabParallelHead
 from tests.tp.tools import F64, all_ranks, close, counted, leaf, normal, parameter, places
 
-BF16 = torch.bfloat16
+BF16, F32 = torch.bfloat16, torch.float32
 
 
 def some_targets(rows: int, vocab: int, ignored: float) -> torch.Tensor:
@@ -211,11 +212,30 @@ def test_no_more_than_a_chunk_of_this_ranks_logits_is_ever_alive(pool: WorkerPoo
     assert many - few < 4 * 448 * (4 * 4 + 8), "grows with hidden states and targets, not with logits"
 
 
+def chunks_of_all_ranks(vocab: int) -> None:
+    """Exchange as many rows as one rank's own share of the words would cut in two, and another's would not."""
+    ranks = all_ranks()
+    mine = places(vocab, ranks)
+    rows = chunk_rows(len(range(vocab)[mine]), F32, torch.device("cpu"))
+    most = ranks.gather(torch.tensor([rows]), 0).max()
+    hidden, held = leaf(normal(1, int(most), 2).float()), leaf(normal(2, vocab, 2).float()[mine])
+    targets = some_targets(int(most), vocab, 0.0)
+    with counted() as seen:
+        vocab_parallel_cross_entropy(hidden, held, targets, start=mine.start, vocab=vocab, ranks=ranks)
+    counts = ranks.gather(torch.tensor([len(seen)]), 0)
+    assert len(set(counts.tolist())) == 1, counts
+
+
+def test_ranks_with_unequal_shares_cut_the_rows_alike(pool: WorkerPool) -> None:
+    """5793 words on 2 ranks: 2897 and 2896, whose budgets are 2895 and 2896 rows at a time."""
+    pool.run(2, chunks_of_all_ranks, 5793)
+
+
 def messages(rows: int, chunk: int | None, sums: bool) -> list[tuple[str, int]]:
     ranks = all_ranks()
     mine = places(37, ranks)
     hidden, held = leaf(normal(1, rows, 5)), leaf(normal(2, 37, 5)[mine])
-    head = VocabParallelHead(parameter(held), None, mine.start, 37, ranks, sums_input_grad=sums)
+    head = VocabParallelHead(parameter(held), mine.start, 37, ranks, sums_input_grad=sums)
     targets = some_targets(rows, 37, 0.0)
     with counted() as seen:
         if chunk is None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from femto_core import collectives
 from femto_core.errors import UserError
 from femto_core.testing import RandomTask, make_trainer, train_job
+from femto_ops import collectives
 from femto_ops.deferral import WeightGradients
 from femto_tp.column import ColumnGroup, ColumnParallelLinear
 from femto_tp.cuts import even

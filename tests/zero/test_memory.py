@@ -11,10 +11,10 @@ import torch
 from torch.autograd import backward
 from torch.autograd.graph import saved_tensors_hooks
 
-from femto_core import collectives
 from femto_core.batch import Batch
 from femto_core.testing import RandomTask, WorkerPool, make_trainer
 from femto_core.trainer import Trainer
+from femto_ops import collectives
 from femto_zero.gradients import IN_FLIGHT, GradientShards
 from femto_zero.units import Unit
 from femto_zero.whole import WholeWeights

@@ -1,8 +1,9 @@
-"""Schedules: pure functions from (micro-batches, placement, rank) to what that rank computes, in order.
+"""Schedules: pure functions from (micro-batches, placement) to what each rank computes, in order.
 
-All but gpipe come from one list scheduler, which plays the whole pipeline through, unit by unit of time: every rank
-does the first thing in its order of preference that is ready. What comes out has been executed once already, so it
-cannot deadlock, for any number of micro-batches. A schedule of one's own is registered with `@schedule("name")`.
+gpipe is written down, and so is interleaved where the ranks divide the micro-batches. The others come from one list
+scheduler, which plays the whole pipeline through, unit by unit of time: every rank does the first thing in its order of
+preference that is ready. A schedule of one's own is registered with `@schedule("name")`. Whatever its origin, a
+schedule is simulated before it runs.
 """
 
 from __future__ import annotations

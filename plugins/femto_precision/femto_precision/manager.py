@@ -47,10 +47,13 @@ class MixedPrecision:
         return ParamGroup(name=name, compute=compute, master=master, layout=layout)
 
     def parts(self, groups: Sequence[ParamGroup]) -> Sequence[Sequence[ParamGroup]]:
-        """Cut `groups` so that the gradients to be widened at a time fit; those that are wide already cost nothing."""
+        """Cut `groups` so that the gradients to be widened at a time fit; those that are wide already cost nothing.
+
+        Groups that are their own masters come first: the optimizer sees their gradients in whichever part it updates.
+        """
         parts: list[list[ParamGroup]] = [[]]
         size = 0
-        for group in groups:
+        for group in sorted(groups, key=lambda group: group.master is not group.compute):
             grad = group.compute.grad
             cost = 0 if grad is None or grad.dtype == group.master.dtype else group.master.nbytes
             if size + cost > self.part_bytes and size:

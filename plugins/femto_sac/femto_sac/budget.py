@@ -8,6 +8,7 @@ ranks take the costs of the most expensive one, so that those that must decide a
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -63,10 +64,8 @@ class Budget:
 
     def decide(self, loads: Sequence[Load], mine: int) -> None:
         """Fix the plan, given what every rank has to fit. Raises `UserError` on all alike where one cannot."""
-        worst = {
-            t: Cost(max(load.costs[t].held for load in loads), max(load.costs[t].backward_s for load in loads))
-            for t in Treatment
-        }
+        costs = [load.costs for load in loads if load.layers]
+        worst = {t: Cost(max(of[t].held for of in costs), max(of[t].backward_s for of in costs)) for t in Treatment}
         plans = [fit(load.layers, worst, self.limit_bytes, load.rows) for load in loads]
         self._plan = plans[mine]
 
@@ -96,25 +95,27 @@ def fit(layers: int, costs: Mapping[Treatment, Cost], limit: float, rows: int) -
 
 
 def measure(wrapper: ActivationCheckpointWrapper, treatment: Treatment, inputs: Any, named: Any) -> Cost:
-    """Run a layer forward and backward on the first row, twice, and return what the second time took and held."""
-    cost = Cost(0, 0.0)
+    """Run a layer forward and backward on the first row, a few times, and return what it held and took at best."""
+    held, least = 0, math.inf
     device = next(wrapper.parameters()).device
     cuda = [device] if device.type == "cuda" else []
-    for _ in range(2):
+    for _ in range(4):  # the first warms up, and others may share the machine
         one, one_named = first_row(inputs), first_row(named)
         with torch.random.fork_rng(devices=cuda), torch.enable_grad(), counting(device) as counter:
             before = counter.live()
             output = wrapper.run(treatment, one, one_named)
             output = output[0] if isinstance(output, tuple) else output
             held = counter.live() - before
+        if cuda:
+            torch.cuda.synchronize(device)  # forward's kernels are not to be counted
         started = time.perf_counter()
         sources = [t for t in [*one, *one_named.values()] if isinstance(t, torch.Tensor) and t.requires_grad]
         sources += [p for p in wrapper.parameters() if p.requires_grad][:1]  # the inputs may want none
         torch.autograd.grad(output, sources, torch.zeros_like(output), allow_unused=True)
         if cuda:
             torch.cuda.synchronize(device)
-        cost = Cost(held, time.perf_counter() - started)
-    return cost
+        least = min(least, time.perf_counter() - started)
+    return Cost(held, least)
 
 
 def first_row(values: Any) -> Any:

@@ -86,9 +86,13 @@ class ActivationCheckpointing:
 
     @hookimpl
     def femto_train_begin(self, trainer: Trainer) -> None:
+        from femto_sac.budget import GIB, Budget
+
         self._trainer = trainer
         section = trainer.config.section(SACSection)
-        if section.policy == "modules" and not self._wrapped:
+        if section.policy == "auto" and self._budget is None:  # a pipeline's stage without layers decides with the rest
+            self._budget = Budget(section.budget_gib * GIB)
+        if section.policy == "modules" and not any(trainer.mesh.gather_objects(self._wrapped)):
             raise UserError(f"sac.pattern = {section.pattern!r} matches no module of this model's layers")
 
     @hookimpl
@@ -100,6 +104,6 @@ class ActivationCheckpointing:
             return
         self._budget = None  # decided once
         sampler = trainer.loader.sampler
-        rows = trainer.schedule.in_flight(len(sampler.micro_batches(0))) * sampler.micro_batch
+        rows = trainer.schedule.in_flight(sampler.accumulation) * sampler.micro_batch
         loads = trainer.mesh.gather_objects(Load(budget.layers, rows, budget.costs))
         budget.decide(loads, trainer.mesh.rank)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from femto_ops.deferral import WeightGradients, edges_of
-from femto_tp.ranks import Ranks, saved
+from femto_tp.ranks import Ranks, saved, side_by_side
 from femto_tp.regions import copy_to_tp_region
 from femto_tp.sequence import SEQUENCE, Sequence
 
@@ -153,7 +153,9 @@ class _ColumnLinears(torch.autograd.Function):
         source, *weights = saved(ctx)
         ranks: Ranks = ctx.ranks
         flat = [None if grad is None else grad.flatten(0, -2) for grad in grads]  # [n, d_i]
-        dx, arrival = None, None
+        dx, arrival, gathered = None, None, None
+        if ctx.in_sequence and any(ctx.edges) and not ctx.later.are_put_off:
+            gathered = ranks.start_gather(source)  # before the sum, which would hold it up: both go through one channel
         if ctx.needs_input_grad[0]:
             for grad, weight in zip(flat, weights, strict=True):
                 if grad is not None:
@@ -167,7 +169,12 @@ class _ColumnLinears(torch.autograd.Function):
                 arrival = ranks.start_sum(dx)
 
         def weight_grads() -> list[Tensor | None]:
-            x = ranks.gather(source, SEQUENCE) if ctx.in_sequence else source
+            x = source
+            if gathered is not None:
+                gathered[1].wait()
+                x = side_by_side(gathered[0], SEQUENCE)
+            elif ctx.in_sequence:
+                x = ranks.gather(source, SEQUENCE)
             rows = x.flatten(0, -2)  # [n, d_in]
             pairs = list(zip(ctx.edges, [*flat, *flat], strict=True))
             count = len(flat)

@@ -68,7 +68,8 @@ def vocab_parallel_cross_entropy(
         IndexError: a target outside the vocabulary.
     """
     kept = kept_rows(targets, vocab, IGNORE_INDEX)
-    rows = chunk_rows(max(1, weight.shape[0]), hidden.dtype, hidden.device) if chunk is None else chunk
+    widest = -(-vocab // ranks.size)  # of all ranks' parts, which differ by a row: every rank must cut rows alike
+    rows = chunk_rows(widest, hidden.dtype, hidden.device) if chunk is None else chunk
     arguments = (start, vocab, ranks, sums_input_grad, label_smoothing, rows, torch.is_grad_enabled())
     return cast(Tensor, _VocabParallelCrossEntropy.apply(hidden, weight, targets, kept, *arguments))  # type: ignore[no-untyped-call]
 

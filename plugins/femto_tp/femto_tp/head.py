@@ -18,7 +18,6 @@ class VocabParallelHead(nn.Module):
     def __init__(
         self,
         weight: nn.Parameter,
-        bias: nn.Parameter | None,
         start: int,
         vocab: int,
         ranks: Ranks,
@@ -28,7 +27,7 @@ class VocabParallelHead(nn.Module):
         """`weight` [rows of this rank, h]. Without `sums_input_grad` the input's gradient stays a partial sum, which
         whoever gathered the input sums."""
         super().__init__()
-        self.weight, self.bias, self.start, self.vocab, self.ranks = weight, bias, start, vocab, ranks
+        self.weight, self.start, self.vocab, self.ranks = weight, start, vocab, ranks
         self.sums_input_grad = sums_input_grad
 
     def forward(self, hidden: Tensor, then: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
@@ -37,7 +36,7 @@ class VocabParallelHead(nn.Module):
             return then(hidden, self.weight)
         if self.sums_input_grad:
             hidden = copy_to_tp_region(hidden, self.ranks)
-        logits = F.linear(hidden, self.weight, self.bias)
+        logits = F.linear(hidden, self.weight)
         widest = -(-self.vocab // self.ranks.size)
         padded = F.pad(logits, (0, widest - logits.shape[-1]))
         whole = gather_from_tp_region(padded, self.ranks)

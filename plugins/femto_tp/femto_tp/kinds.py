@@ -80,7 +80,7 @@ class Context:
     mesh: Mesh
     ranks: Ranks
     heads: HeadCut
-    copies: Ranks
+    copies: Ranks | None
     """The ranks that hold the same key/value heads."""
     later: WeightGradients
     """Where layers ask whether to put off their weights' gradients."""
@@ -139,7 +139,7 @@ class Column:
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
         check_is_plain(name, module)
-        copies = context.copies if self.by == "kv" and context.copies.size > 1 else None
+        copies = context.copies if self.by == "kv" else None
         group = context.column_group(name)
         return ColumnParallelLinear(parameters["weight"], parameters.get("bias"), group, copies)
 
@@ -178,7 +178,11 @@ class Embedding:
         return Cut(0)
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
-        assert isinstance(module, nn.Embedding)
+        if type(module).forward is not nn.Embedding.forward or not isinstance(module, nn.Embedding):
+            raise UserError(
+                f"tp cuts {name} as a plain embedding, but {type(module).__name__} has a forward of its own; name a "
+                "kind that was made for it in [tp.plan]"
+            )
         start = even(module.num_embeddings, context.ranks.size)[context.ranks.rank].start
         return VocabParallelEmbedding(parameters["weight"], start, module.padding_idx, context.ranks)
 
@@ -191,11 +195,11 @@ class Head:
         return Cut(0)
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
-        assert isinstance(module, nn.Linear)
+        if not isinstance(module, nn.Linear):
+            raise UserError(f"tp cuts {name} as a head, but {type(module).__name__} is no linear layer; see [tp.plan]")
         start = even(module.out_features, context.ranks.size)[context.ranks.rank].start
         return VocabParallelHead(
             parameters["weight"],
-            parameters.get("bias"),
             start=start,
             vocab=module.out_features,
             ranks=context.ranks,

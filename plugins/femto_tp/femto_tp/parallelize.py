@@ -48,11 +48,15 @@ def parallelize(stage: Stage, mesh: Mesh, *, sequence_parallel: bool, changes: M
     ranks = Ranks.of(mesh)
     heads = cut_heads(stage.config, ranks.size)
     runs = [line[at : at + heads.copies] for line in mesh.lines(TP) for at in range(0, ranks.size, heads.copies)]
-    copies = mesh.new_groups(runs)
-    assert copies is not None
+    copies = mesh.new_groups(runs) if heads.copies > 1 else None
     sequence = Sequence(ranks) if sequence_parallel else None
     context = Context(
-        mesh=mesh, ranks=ranks, heads=heads, copies=Ranks(copies), later=stage.weight_grads, sequence=sequence
+        mesh=mesh,
+        ranks=ranks,
+        heads=heads,
+        copies=None if copies is None else Ranks(copies),
+        later=stage.weight_grads,
+        sequence=sequence,
     )
     plan = plan_for(stage, changes)
     cut: dict[int, nn.Parameter] = {}

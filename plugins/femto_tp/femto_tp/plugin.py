@@ -33,7 +33,7 @@ class TPSection:
     size: int = attrs.field(default=0, validator=not_negative)
     """Ranks of a tensor parallel group; 0: as many as this machine has, and the key/value heads divide by."""
     sequence_parallel: bool = False
-    """Cut what lies between the layers' matrices along the sequence too: less memory, the same communication."""
+    """Cut what lies between the layers' matrices along the sequence too: less memory, one gather more in backward."""
     plan: dict[str, str] = attrs.field(factory=dict)
     """In TOML: the parallel kind of further modules, by pattern of their names."""
 
@@ -57,6 +57,9 @@ class TensorParallelism:
         if not size:
             world = dist.get_world_size()
             size = math.gcd(world, local_world_size(), model.num_key_value_heads)
+            if size == 1 and dist.get_rank() == 0:
+                heads = f"{model.num_key_value_heads} key/value heads and {world} processes"
+                print(f"tp: nothing divides {heads}, so nothing is cut; see --tp.size", file=sys.stderr, flush=True)
         cut = cut_heads(model, size)
         if not cut.is_even and dist.get_rank() == 0:
             most, least = (f(len(heads) for heads in cut.queries) for f in (max, min))

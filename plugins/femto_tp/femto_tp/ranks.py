@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from femto_core import collectives
-from femto_core.collectives import Pending
 from femto_core.mesh import Mesh
+from femto_ops import collectives
+from femto_ops.collectives import Pending
 
 TP = "tp"
 

@@ -84,7 +84,7 @@ def kinds_of(names: Sequence[str], stage: Stage, precision: MixedPrecisionManage
 
 
 def cut_by_size(names: Sequence[str], sizes: Sequence[int], limit: float) -> list[list[str]]:
-    """Cut `names` into runs of at most `limit` bytes, one name at least in each."""
+    """Cut `names` into runs whose `sizes` add up to `limit` at most, one name at least in each."""
     runs: list[list[str]] = []
     total = 0
     for name, size in zip(names, sizes, strict=True):

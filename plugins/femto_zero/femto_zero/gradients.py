@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from femto_core import collectives
 from femto_core.buckets import Bucket, GradientCollector
-from femto_core.collectives import Pending
 from femto_core.mesh import Mesh
 from femto_core.precision import MixedPrecisionManager, ParamGroup
+from femto_ops import collectives
+from femto_ops.collectives import Pending
 from femto_zero.flat import FlatParameters
 
 IN_FLIGHT = 1
@@ -42,8 +42,8 @@ class GradientShards:
         self._flats: dict[Bucket, FlatParameters] = {}
         for flat in flats:
             wire = precision.reduce_dtype(flat.kind.dtype)
-            dtype = wire if every_micro_batch else precision.accumulate_dtype(flat.kind.dtype)
-            bucket = Bucket(list(flat.parameters.values()), dtype=dtype, wire_dtype=wire, group=group)
+            sums = precision.accumulate_dtype(flat.kind.dtype)
+            bucket = Bucket(list(flat.parameters.values()), dtype=sums, wire_dtype=wire, group=group)
             self._flats[bucket] = flat
         self._collector = GradientCollector(list(self._flats), self._send)
         self._under_way: list[tuple[Bucket, torch.Tensor, Pending]] = []

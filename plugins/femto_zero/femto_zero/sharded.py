@@ -69,7 +69,8 @@ class ShardedWeights(Stateless):
         for flat in flats:
             self._groups |= flat.make_groups(stage.layouts, precision)
         self._places = [
-            Place(number, module, tuple(units[name] for name in names)) for number, (module, names) in enumerate(uses)
+            Place(number, module, tuple(units[n] for n in names), looks_up=module is stage.body.embed_tokens)
+            for number, (module, names) in enumerate(uses)
         ]
         for place in self._places:
             for unit in place.units:
@@ -149,7 +150,7 @@ class ShardedWeights(Stateless):
             for tensor in outputs:
                 tensor.requires_grad_()
         reached = [tensor for tensor in outputs if tensor.requires_grad]
-        place.in_backward = bool(reached) and not isinstance(place.module, nn.Embedding)
+        place.in_backward = bool(reached) and not place.looks_up
         if place.in_backward:
             for tensor in reached:
                 tensor.register_hook(lambda _: self._before_backward(place))  # type: ignore[no-untyped-call]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
-from femto_core import collectives
-from femto_core.collectives import Pending
 from femto_core.model import Stage
+from femto_ops import collectives
+from femto_ops.collectives import Pending
 from femto_zero.flat import FlatParameters
 
 
@@ -75,8 +75,10 @@ class Place:
     number: int
     module: nn.Module
     units: tuple[Unit, ...]
+    looks_up: bool
+    """Whether it is the embedding, whose backward needs no weights."""
     in_backward: bool = False
-    """Whether backward comes here and needs the weights; a look-up's never does."""
+    """Whether backward comes here and needs the weights."""
 
 
 def plan_units(stage: Stage) -> tuple[dict[str, tuple[str, ...]], list[tuple[nn.Module, tuple[str, ...]]]]:

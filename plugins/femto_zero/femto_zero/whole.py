@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
-from femto_core import collectives
 from femto_core.buckets import backward_order
 from femto_core.mesh import DP, Mesh
 from femto_core.model import Stage
 from femto_core.precision import MixedPrecisionManager, ParamGroup
+from femto_ops import collectives
 from femto_zero.flat import FlatParameters, cut_by_size, kinds_of
 from femto_zero.gradients import GradientShards, Stateless
 

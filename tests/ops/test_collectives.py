@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from femto_core import collectives
 from femto_core.mesh import Axis, Mesh
 from femto_core.testing import WorkerPool
+from femto_ops import collectives
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
