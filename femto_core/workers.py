@@ -30,7 +30,10 @@ class Workers:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._context = multiprocessing.get_context("spawn")
+        # Forked from a process that has loaded all there is to load, but started nothing: no thread, no device.
+        can_fork = "forkserver" in multiprocessing.get_all_start_methods()
+        self._context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
+        self._context.set_forkserver_preload(["femto_core.testing", "transformers.models.llama.modeling_llama"])
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
