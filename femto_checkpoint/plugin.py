@@ -45,8 +45,7 @@ def femto_train_begin(trainer: Trainer) -> None:
 @hookimpl
 def femto_train_end(trainer: Trainer) -> None:
     """Say so where a signal stopped a run that saves nothing."""
-    section = trainer.config.train
-    early = trainer.step < min(section.steps, section.stop_after or section.steps)
+    early = trainer.step < trainer.end
     if early and not trainer.config.checkpoint.every and trainer.mesh.rank == 0 and sys.exc_info()[0] is None:
         print(
             f"stopped after step {trainer.step}, as asked; nothing is saved, because checkpoint.every = 0",

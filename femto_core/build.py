@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
@@ -36,6 +37,8 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
     check_equal_everywhere(mesh, config, plugins)
     set_up_torch(config, mesh)
     run_dir, lock = make_run_dir(config, mesh)
+    undo = contextlib.ExitStack()
+    undo.callback(lock.release)
     config = fill_micro_batch(config, mesh)
 
     dataset, held_out = hooks.dataset(config, "train"), hooks.dataset(config, "held_out")
@@ -79,20 +82,20 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
         mesh=mesh,
         hooks=hooks,
         run_dir=run_dir,
-        lock=lock,
+        undo=undo,
         stage=stage,
         schedule=schedule,
         collator=collator,
         loader=loader,
         dataset=dataset,
         held_out=held_out,
-        loss=hooks.loss(config, mesh),
         precision=precision,
         sharding=sharding,
         grad_sync=grad_sync,
         groups=groups,
-        optimizer=hooks.optimizer(config, groups),
+        optimizer=hooks.optimizer(config, [group for group in groups if group.trainable]),
         lr_schedule=hooks.lr_schedule(config),
+        loss=hooks.loss(config, mesh),
         checkpointer=hooks.checkpointer(config, mesh),
         meter=meter,
         plugin_versions=plugins.versions,
@@ -149,10 +152,13 @@ def make_run_dir(config: Config, mesh: Mesh) -> tuple[Path, BaseFileLock]:
     lock = FileLock(folder / ".lock")
     problem = ""
     if mesh.rank == 0:
-        earlier = (folder / "metrics.jsonl").exists() or any(folder.glob("checkpoints/step-*"))
-        if earlier and config.checkpoint.resume == "none":
+        section, checkpoints = config.checkpoint, folder / "checkpoints"
+        earlier = (folder / "metrics.jsonl").exists() or any(checkpoints.glob("step-*"))
+        own = section.resume == "auto" or checkpoints.resolve() in Path(section.resume).resolve().parents
+        if earlier and (section.weights_only or not own):
             problem = (
-                f"{folder} holds an earlier run; choose another --run.name, or go on with --checkpoint.resume auto"
+                f"{folder} holds an earlier run, and this one would not go on with it; choose another --run.name, or "
+                "set --checkpoint.resume auto without --checkpoint.weights-only"
             )
         else:
             problem = _take(folder, lock)

@@ -13,10 +13,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -24,9 +23,6 @@ from femto_core.config import Config, config_class, make_config, parse_flags, re
 from femto_core.errors import UserError, suggest
 from femto_core.hooks import Hooks
 from femto_core.plugins import Plugins, activate, installed_plugins, list_plugins
-
-if TYPE_CHECKING:
-    from femto_core.trainer import Trainer
 
 PROGRAM = "femto"
 HELP = ("-h", "--help")
@@ -134,18 +130,16 @@ def train(words: Sequence[str]) -> int:
     return 0
 
 
-def read_run(
-    command: str, words: Sequence[str], description: str, objects: Mapping[str, object] = MappingProxyType({})
-) -> tuple[Config, Plugins]:
+def read_run(command: str, words: Sequence[str], description: str) -> tuple[Config, Plugins]:
     """Return what `[RUN.toml] [--plugins NAMES] [--section.key value ...]` describes, checked by all active plugins.
 
-    `objects` are further plugins (see `activate`). Prints help and exits where `words` ask for it.
+    Prints help and exits where `words` ask for it.
     """
     plugin_names, rest = split_plugins(words)
     toml_path = rest.pop(0) if rest and not rest[0].startswith("-") else ""
     toml = read_toml(Path(toml_path)) if toml_path else {}
     names = plugin_names or _toml_plugins(toml, toml_path)
-    plugins = activate(names, _tracer(), objects)
+    plugins = activate(names, _tracer())
     hooks = Hooks(plugins.manager)
     cls, defaults = config_class(dict(hooks.config_section())), hooks.config_defaults()
     if any(word in HELP for word in rest):
@@ -169,7 +163,7 @@ def train_run(config: Config, plugins: Plugins) -> None:
     from femto_core.mesh import init_process_group, pick_device
 
     init_process_group(pick_device())
-    trainer: Trainer = build_trainer(config, plugins)
+    trainer = build_trainer(config, plugins)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: setattr(trainer, "stop_requested", True))
     trainer.train()

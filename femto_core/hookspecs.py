@@ -1,4 +1,4 @@
-"""Every hook of femto, in the order in which the kernel calls them. No logic here.
+"""Every hook of femto, in the order in which the kernel first calls them. No logic here.
 
 Two kinds. A *seat* is taken by exactly one active plugin: it returns one strategy object, and where nobody takes it the
 kernel's own default sits there. A *collecting* hook is called on all active plugins. The objects that seats return are
@@ -38,10 +38,19 @@ hookimpl = pluggy.HookimplMarker("femto")
 
 
 @spec
+def femto_commands(registry: CommandRegistry) -> None:
+    """Register further subcommands: `registry.add(name, help, function)`.
+
+    When: plugins are loaded, and the command is about to be looked up; not for `train`, which needs no looking up.
+    Default: none.
+    """
+
+
+@spec
 def femto_config_section() -> tuple[str, type[Any]]:
     """Return the plugin's config section as (name, frozen attrs class whose fields all have defaults).
 
-    When: first of all, before the command line is parsed. Default: none.
+    When: plugins are loaded; settings are about to be read from file and flags. Default: none.
     """
     raise NotImplementedError
 
@@ -57,14 +66,6 @@ def femto_config_defaults() -> Mapping[str, Mapping[str, Any]]:
 
 
 @spec
-def femto_commands(registry: CommandRegistry) -> None:
-    """Register further subcommands: `registry.add(name, help, function)`.
-
-    When: after plugins are loaded, before the command is looked up. Default: none.
-    """
-
-
-@spec
 def femto_validate(config: Config) -> None:
     """Refuse a combination of settings by raising `UserError`.
 
@@ -76,7 +77,8 @@ def femto_validate(config: Config) -> None:
 def femto_mesh_axes(config: Config) -> Sequence[Axis]:
     """Return the mesh axes the plugin adds, as `Axis(name, size, order)`; a larger order lies further inside.
 
-    When: before process groups are made. `dp` (order 50) is what remains of the world. Default: no axis but `dp`.
+    When: the ranks have found each other, and the groups along the axes are about to be made. `dp` (order 50) is what
+    remains of the world. Default: no axis but `dp`.
     """
     raise NotImplementedError
 
@@ -168,7 +170,12 @@ def femto_grad_sync(config: Config, mesh: Mesh, sharding: ShardingStrategy) -> G
 
 @spec(firstresult=True)
 def femto_optimizer(config: Config, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer | None:
-    """Return the optimizer over the masters of `groups` (those that require a gradient, and are not empty).
+    """Return the optimizer over the masters of `groups`: those that are trained and of which this rank owns something.
+
+    That may be none. The schedule's factor scales the learning rate that each parameter group is made with, so groups
+    may differ. One update may call `step()` several times, each time with gradients on some of the parameters only
+    (a precision plugin widens them part by part): what has no gradient must be left alone, its state and any count of
+    steps included.
 
     When: after weights are loaded. None: the next implementation is asked. Default: AdamW, decay on matrices only.
     """
@@ -176,7 +183,7 @@ def femto_optimizer(config: Config, groups: Sequence[ParamGroup]) -> torch.optim
 
 @spec(firstresult=True)
 def femto_lr_schedule(config: Config) -> LRSchedule | None:
-    """Return a pure function from the step (from 0) to the factor on the peak learning rate.
+    """Return a pure function from the step (from 0) to the factor on each parameter group's peak learning rate.
 
     When: after the optimizer. None: the next implementation is asked. Default: warm-up, then `optim.schedule`.
     """
@@ -186,7 +193,7 @@ def femto_lr_schedule(config: Config) -> LRSchedule | None:
 def femto_loss(config: Config, mesh: Mesh) -> Loss | None:
     """Return (hidden states, head, targets) -> summed loss; the head is inside, so full logits need never exist.
 
-    When: after the optimizer. None: the next implementation is asked. Default: chunked cross-entropy.
+    When: after the learning-rate schedule. None: the next implementation is asked. Default: chunked cross-entropy.
     """
 
 
@@ -194,7 +201,7 @@ def femto_loss(config: Config, mesh: Mesh) -> Loss | None:
 def femto_checkpointer(config: Config, mesh: Mesh) -> Checkpointer | None:
     """Return what saves and loads a run.
 
-    When: before training. None: the next implementation is asked. Default: files that load under any layout.
+    When: after the loss. None: the next implementation is asked. Default: files that load under any layout.
     """
 
 
@@ -202,7 +209,7 @@ def femto_checkpointer(config: Config, mesh: Mesh) -> Checkpointer | None:
 def femto_checkpoint_state() -> tuple[str, Stateful]:
     """Return (name, object with state_dict and load_state_dict): a part to save and load with the run.
 
-    When: once, before the first save or load. Default: none.
+    When: once, before the first save or load; a save follows `femto_step_end` of its step. Default: none.
     """
     raise NotImplementedError
 
@@ -219,17 +226,21 @@ def femto_step_begin(step: int) -> None:
 
 @spec
 def femto_step_end(info: StepInfo) -> None:
-    """A step is over. When: after each step, on every rank, in the same order: collectives are allowed."""
+    """A step is over. When: after each step, on every rank, in the same order: collectives are allowed.
+
+    The step is not logged, evaluated or saved yet.
+    """
 
 
 @spec
 def femto_log(step: int, metrics: dict[str, float]) -> None:
-    """Numbers to show or record. When: on rank 0 only, after each step and each evaluation; no collectives."""
+    """Numbers to show or record. When: on rank 0 only, after each `femto_step_end` and evaluation; no collectives."""
 
 
 @spec
 def femto_train_end(trainer: Trainer) -> None:
     """Training is over, by its last step, `train.stop_after` or an exception. When: once, on every rank.
 
-    No collectives: another rank may be gone.
+    Also where a plugin's `femto_train_begin` raised, so that of this one perhaps was not called. No collectives:
+    another rank may be gone.
     """

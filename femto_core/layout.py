@@ -10,7 +10,6 @@ import math
 from collections.abc import Collection
 
 import attrs
-import torch
 
 from femto_core.mesh import Mesh
 
@@ -108,9 +107,3 @@ def boxes_of_range(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
         *boxes_of_range(sizes, front * inner, back * inner),
         *boxes_of_range(sizes, back * inner, stop),
     ]
-
-
-def read_flat(tensor: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
-    """Cut what `layout` owns out of the global `tensor`, as a vector."""
-    parts = [tensor[box.slices()].reshape(-1) for box in layout.owned()]
-    return torch.cat(parts) if parts else tensor.new_empty(0)

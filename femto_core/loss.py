@@ -1,4 +1,4 @@
-"""The loss seat: hidden states and head in, a sum and a count out."""
+"""The loss seat: hidden states and head in, a sum out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The mesh of ranks: named axes over one world, and the collectives that work along them.
 
-Besides the command line this is the only file that reads the environment: torchrun's RANK, WORLD_SIZE and LOCAL_RANK.
+Besides the command line this is the only file that reads the environment: torchrun's RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE and TORCHELASTIC_RESTART_COUNT; and, through torch's rendezvous, MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ def pick_device() -> torch.device:
     return device
 
 
-def init_process_group(device: torch.device, timeout_s: float = 1800.0) -> None:
+def init_process_group(device: torch.device) -> None:
     """Join the world that torchrun describes in the environment, or a world of one where there is none.
 
     A world of one is a process group like any other, so that nothing downstream asks whether there is one.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(minutes=30)
     rank, world_size = 0, 1
     store: Any
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -25,6 +25,7 @@ class StepInfo:
     grad_norm: float
     """Global norm before clipping."""
     lr: float
+    """`optim.lr` times the schedule's factor; an optimizer's groups with peaks of their own follow the same factor."""
     tokens: int
     """Valid targets of the global batch."""
     skipped: bool
@@ -50,7 +51,11 @@ class Meter:
         self._started = time.perf_counter()
 
     def stop(self) -> float:
-        """Return the seconds since `start`. Reading a step's loss has already waited for the device."""
+        """Return the seconds since `start`.
+
+        Reading a step's loss has waited for forward and backward; on a GPU the update may still be under way, and then
+        falls into the next step's time.
+        """
         return time.perf_counter() - self._started
 
     def rates(self, seconds: float) -> dict[str, float]:

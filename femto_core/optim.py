@@ -23,9 +23,8 @@ class LRSchedule(Protocol):
 
 def make_adamw(groups: Sequence[ParamGroup], section: OptimSection) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019) over the masters; weight decay on matrices only, in one fused pass."""
-    trainable = [g for g in groups if g.trainable]
-    matrices = [g.master for g in trainable if len(g.layout.global_shape) > 1]
-    vectors = [g.master for g in trainable if len(g.layout.global_shape) <= 1]
+    matrices = [g.master for g in groups if len(g.layout.global_shape) > 1]
+    vectors = [g.master for g in groups if len(g.layout.global_shape) <= 1]
     return torch.optim.AdamW(
         [{"params": matrices, "weight_decay": section.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=section.lr,
@@ -84,7 +83,7 @@ def clip_grads(groups: Sequence[ParamGroup], norm: float, limit: float) -> None:
         torch._foreach_mul_(grads, limit / norm)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group."""
+def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set the learning rate of each parameter group to `factor` times the one it was made with, its peak."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

@@ -97,24 +97,18 @@ def activate(
             f"no:{unknown[0]} blocks a plugin that does not exist{suggest(unknown[0], {*BUILT_IN, *installed})}"
         )
 
-    active = []
-    for name in BUILT_IN:
-        if name not in blocked:
-            plugin = _built_in(name)
-            _register(manager, name, plugin)
-            active.append(_info(name, distribution("femto-core"), plugin, is_active=True))
+    core = distribution("femto-core")
+    chosen = [(name, core, _built_in(name)) for name in BUILT_IN if name not in blocked]
     for name in wanted:
-        if name in BUILT_IN:
-            continue
-        if name not in installed:
+        if name not in {*BUILT_IN, *installed}:
             raise UserError(_not_installed(name, installed))
-        entry = installed[name]
-        plugin = load(entry)
+        if name not in BUILT_IN:
+            chosen.append((name, _dist(installed[name]), load(installed[name])))
+    chosen += [(name, core, plugin) for name, plugin in objects.items()]
+    active = []
+    for name, dist, plugin in chosen:
         _register(manager, name, plugin)
-        active.append(_info(name, _dist(entry), plugin, is_active=True))
-    for name, plugin in objects.items():
-        _register(manager, name, plugin)
-        active.append(_info(name, distribution("femto-core"), plugin, is_active=True))
+        active.append(_info(name, dist, plugin, is_active=True))
     _check_seats(active)
     if trace is not None:
         _trace(manager, trace)
@@ -157,14 +151,13 @@ def load(entry: EntryPoint) -> object:
                 "installed; upgrade one of the two"
             )
     try:
-        plugin = _instance(entry.load())
+        return _instance(entry.load())
     except Exception as error:  # noqa: BLE001 - whatever the plugin's own code raises
         frames = traceback.extract_tb(error.__traceback__)
         others = {Path(__file__).parent, Path(importlib.__file__).parent, Path(importlib.metadata.__file__).parent}
         own = [f for f in frames if Path(f.filename).parent not in others and not f.filename.startswith("<frozen")]
         where = "".join([*traceback.format_list(own), *traceback.format_exception_only(error)]).rstrip()
         raise UserError(f"plugin {entry.name!r} ({_label(dist)}) fails to import:\n{where}") from None
-    return plugin
 
 
 def list_plugins(active_names: Iterable[str]) -> list[PluginInfo]:
@@ -183,18 +176,7 @@ def list_plugins(active_names: Iterable[str]) -> list[PluginInfo]:
             _register(_manager(), name, plugin)
             infos.append(_info(name, _dist(entry), plugin, is_active=name in names and f"no:{name}" not in names))
         except UserError as error:
-            dist = _dist(entry)
-            infos.append(
-                PluginInfo(
-                    name=name,
-                    distribution=dist.name,
-                    version=dist.version,
-                    active=False,
-                    seats=(),
-                    hooks=(),
-                    problem=str(error),
-                )
-            )
+            infos.append(attrs.evolve(_info(name, _dist(entry), None, is_active=False), problem=str(error)))
     return infos
 
 

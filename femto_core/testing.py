@@ -8,6 +8,7 @@ assert worst_difference(one, four) < 1e-9
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -122,17 +123,23 @@ def stack_batches(samples: Sequence[Batch]) -> Batch:
 def make_trainer(
     values: Mapping[str, Any], plugins: Sequence[str] = (), objects: Mapping[str, object] | None = None
 ) -> Trainer:
-    """Build a trainer in this process (whose process group exists) from `values` over `TINY`; quiet, in float64."""
+    """Build a trainer in this process (whose process group exists) from `values` over `TINY`; quiet, in float64.
+
+    Where `values` name no folder for the run, it has one that closing the trainer removes.
+    """
     given = {"random_task": RandomTask()} if objects is None else dict(objects)
     active = activate([*QUIET, *plugins], objects=given)
     hooks = Hooks(active.manager)
-    run_dir = [tempfile.mkdtemp(prefix="femto-test-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(run_dir)
-    merged = {name: {**TINY.get(name, {}), **values.get(name, {})} for name in {*TINY, *values}}
-    merged["run"] = {"dir": run_dir[0], "name": "test", **merged.get("run", {})}
-    config = make_config(config_class(dict(hooks.config_section())), merged, {}, "", hooks.config_defaults())
-    hooks.validate(config)
-    return build_trainer(config, active)
+    with contextlib.ExitStack() as undo:
+        run_dir = [undo.enter_context(tempfile.TemporaryDirectory(prefix="femto-test-", ignore_cleanup_errors=True))]
+        dist.broadcast_object_list(run_dir)  # all write to rank 0's
+        merged = {name: {**TINY.get(name, {}), **values.get(name, {})} for name in {*TINY, *values}}
+        merged["run"] = {"dir": run_dir[0], "name": "test", **merged.get("run", {})}
+        config = make_config(config_class(dict(hooks.config_section())), merged, {}, "", hooks.config_defaults())
+        hooks.validate(config)
+        trainer = build_trainer(config, active)
+        trainer.undo.push(undo.pop_all())
+    return trainer
 
 
 def train_job(values: Mapping[str, Any], plugins: Sequence[str], task: RandomTask | None = None) -> dict[str, Any]:
@@ -149,7 +156,7 @@ def record_training(trainer: Trainer) -> dict[str, Any]:
 
     handle = trainer.optimizer.register_step_pre_hook(keep)
     infos = []
-    for _ in range(trainer.config.train.stop_after or trainer.config.train.steps):
+    for _ in range(trainer.end):
         gradients.append({})
         infos.append(trainer.train_step())
     handle.remove()

@@ -1,19 +1,18 @@
-"""The trainer: one step after the other, in six moments; it never asks which plugin is on."""
+"""The trainer: one step after the other; it never asks which plugin is on."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from filelock import BaseFileLock
 from transformers import PretrainedConfig
 
-from femto_core.batch import Batch
 from femto_core.checkpoint import Checkpointer, RunState, Stateful
 from femto_core.config import Config
 from femto_core.data import Collator, Dataset, DistributedDataLoader, evaluation_batches
@@ -22,7 +21,7 @@ from femto_core.loss import Loss
 from femto_core.mesh import DP, Mesh
 from femto_core.metrics import Meter, StepInfo
 from femto_core.model import Stage
-from femto_core.optim import LRSchedule, clip_grads, grad_norm_squared, set_lr
+from femto_core.optim import LRSchedule, clip_grads, grad_norm_squared, scale_lr
 from femto_core.precision import MixedPrecisionManager, ParamGroup
 from femto_core.schedule import Schedule
 from femto_core.sharding import ShardingStrategy
@@ -40,8 +39,8 @@ class Trainer:
     mesh: Mesh
     hooks: Hooks
     run_dir: Path
-    lock: BaseFileLock
-    """Held on rank 0 as long as the run writes to its folder."""
+    undo: contextlib.ExitStack
+    """What `close` undoes last: the lock on the run's folder, which rank 0 holds."""
     stage: Stage
     schedule: Schedule
     collator: Collator
@@ -69,40 +68,46 @@ class Trainer:
     tokens_seen: int = 0
     _stopping: bool = attrs.field(default=False, init=False)
 
+    @property
+    def end(self) -> int:
+        """The last step to do: `train.steps`, or `train.stop_after` where that comes first."""
+        return min(self.config.train.steps, self.config.train.stop_after or self.config.train.steps)
+
     def train(self) -> None:
-        """Train up to `train.steps`, or `train.stop_after`; evaluate, save and report on the way."""
-        section = self.config.train
-        end = min(section.steps, section.stop_after or section.steps)
-        self.hooks.train_begin(self)
+        """Train up to the step `end`; evaluate, save and report on the way."""
         try:
-            while self.step < end and not self._stopping:
+            self.hooks.train_begin(self)
+            while self.step < self.end and not self._stopping:
                 self.hooks.step_begin(self.step + 1)
                 info = self.train_step()
+                self.hooks.step_end(info)  # before a save, which keeps what plugins have made of this step
                 if self.mesh.rank == 0:
                     self.hooks.log(info.step, self._metrics(info))
-                self._now_and_then(is_last=self.step == end)
-                self.hooks.step_end(info)
+                self._now_and_then(is_last=self.step == self.end)
             self.checkpointer.wait()
         finally:
-            self.checkpointer.close()
-            self.hooks.train_end(self)
+            try:
+                self.checkpointer.close()
+            finally:
+                self.hooks.train_end(self)
 
     def train_step(self) -> StepInfo:
         """Do one optimizer step over one global batch."""
         self.meter.start()
         micro_batches = self.loader.next_step()
-        tokens = self.mesh.sum(self._count(micro_batches), DP)
+        targets = sum(batch.valid for batch in micro_batches)
+        tokens = self.mesh.sum(torch.tensor(targets, device=self.mesh.device), DP)
         # Gradients are sums, scaled once by the global count: any split of the batch gives the same gradient.
         scale = 1 / tokens.clamp(min=1).double()
         loss = self.schedule.run(self.stage, micro_batches, self.loss, scale, self.grad_sync)
         self.grad_sync.sync_gradients()
         self.sharding.reduce_grads()
         loss_sum, norm, self._stopping = self._reduce_numbers(loss)
-        lr = self.config.optim.lr * self.lr_schedule(self.step)
+        factor = self.lr_schedule(self.step)
         count = int(tokens)
         skip = not math.isfinite(norm) or count == 0
         if not skip:
-            set_lr(self.optimizer, lr)
+            scale_lr(self.optimizer, factor)
             self.update(norm)
             self.sharding.gather_weights()
         self.precision.zero_grad(self.groups)
@@ -114,7 +119,7 @@ class Trainer:
             step=self.step,
             loss=loss_sum / count if count else math.nan,
             grad_norm=norm,
-            lr=lr,
+            lr=self.config.optim.lr * factor,
             tokens=count,
             skipped=skip,
             skipped_total=self.skipped,
@@ -134,7 +139,14 @@ class Trainer:
         """Return the mean loss over the held-out rows' valid targets; each token weighs alike, whatever the batch."""
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.stage.train(False)
-        for batch in self._held_out_batches():
+        for batch in evaluation_batches(
+            self.held_out,
+            self.collator,
+            rows=min(len(self.held_out), self.config.eval.rows or len(self.held_out)),
+            micro_batch=self.config.data.micro_batch,
+            dp_size=self.mesh.size(DP),
+            dp_rank=self.mesh.coordinate(DP),
+        ):
             targets = batch.targets.to(self.mesh.device)
             total[0] += self.schedule.forward(self.stage, batch, functools.partial(self.loss, targets=targets))
             total[1] += batch.valid
@@ -183,7 +195,7 @@ class Trainer:
         self.grad_sync.close()
         self.sharding.close()
         self.schedule.close()
-        self.lock.release()
+        self.undo.close()
 
     def _now_and_then(self, *, is_last: bool) -> None:
         every = self.config.checkpoint.every
@@ -197,9 +209,6 @@ class Trainer:
                 self.hooks.log(self.step, {"held_out_loss": loss})
         if saves and not self._stopping:
             self.save()
-
-    def _count(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        return torch.tensor(sum(batch.valid for batch in micro_batches), device=self.mesh.device)
 
     def _reduce_numbers(self, loss: torch.Tensor) -> tuple[float, float, bool]:
         """Return loss sum, gradient norm and whether to stop, equal on every rank: one collective and one wait."""
@@ -220,16 +229,6 @@ class Trainer:
             "seconds": info.seconds,
         }
         return {**metrics, **self.meter.rates(info.seconds)}
-
-    def _held_out_batches(self) -> Iterator[Batch]:
-        return evaluation_batches(
-            self.held_out,
-            self.collator,
-            rows=min(len(self.held_out), self.config.eval.rows or len(self.held_out)),
-            micro_batch=self.config.data.micro_batch,
-            dp_size=self.mesh.size(DP),
-            dp_rank=self.mesh.coordinate(DP),
-        )
 
 
 class Counters:

@@ -39,7 +39,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: a shape that does not fit, or `chunk` < 1.
-        IndexError: a target outside the vocabulary. Checking costs CUDA one synchronisation per call.
+        IndexError: a target outside the vocabulary. Checking costs CUDA one synchronisation per call, and listing the
+            rows that count another where some are left out.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         shapes = ", ".join(str(list(t.shape)) for t in (hidden, weight, targets))

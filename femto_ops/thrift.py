@@ -1,4 +1,4 @@
-"""Thrift: replace a Hugging Face model's norms and MLPs by equals that save fewer activations (`ops`)."""
+"""Thrift: replace a Hugging Face model's norms and MLPs by equals that save fewer activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from femto_ops.functions import rms_norm, swiglu
 
 
 class RMSNorm(nn.Module):
-    """`ops.rms_norm` with its weight [h]; the parameter is the one passed in, not a copy."""
+    """`functions.rms_norm` with its weight [h]; the parameter is the one passed in, not a copy."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ import attrs
 
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
+from femto_report.trial import take_number, trial_of
 
 if TYPE_CHECKING:
     from femto_core.config import Config
@@ -30,18 +31,18 @@ def memory_command(words: Sequence[str]) -> int:
     ranks, rank = take_number(rest, "--ranks", 1), take_number(rest, "--rank", 0)
     if not 0 <= rank < ranks:
         raise UserError(f"--rank {rank} is none of the ranks 0 to {ranks - 1} that --ranks {ranks} makes")
-    config, plugins = read_run("memory", rest, USAGE, {"random rows": RandomRows()})
+    config, plugins = read_run("memory", rest, USAGE)
+    plugins.manager.register(RandomRows())  # last, and so asked first, whoever else sits in the data seats
     if not config.model.path and not config.model.vocab_size:
         raise UserError("femto memory needs to know the vocabulary: set --model.vocab-size, or --model.path")
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
-        config = attrs.evolve(config, run=attrs.evolve(config.run, dir=folder, name="memory"))
-        report(config, plugins, ranks, rank)
+        report(trial_of(config, folder), plugins, ranks, rank)
     return 0
 
 
 class RandomRows:
-    """Takes the data seats: what the tokens are does not matter."""
+    """Answers for the data seats: what the tokens are does not matter."""
 
     @hookimpl
     def femto_dataset(self, config: Config, split: str) -> Dataset:
@@ -60,18 +61,6 @@ class RandomRows:
         from femto_core.testing import stack_batches
 
         return stack_batches
-
-
-def take_number(words: list[str], flag: str, default: int) -> int:
-    """Remove `flag` and its value from `words` and return the value. Raises `UserError` where that is no number."""
-    if flag not in words:
-        return default
-    at = words.index(flag)
-    value = words[at + 1] if at + 1 < len(words) else ""
-    if not value.isdecimal():
-        raise UserError(f"{flag} needs a number, got {value!r}")
-    del words[at : at + 2]
-    return int(value)
 
 
 def report(config: Config, plugins: Plugins, ranks: int, rank: int) -> None:

@@ -47,6 +47,7 @@ class Profiler:
         assert self._trainer is not None
         self._profile.stop()
         path = self._trainer.run_dir / f"trace-rank-{self._trainer.mesh.rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its own machine
         self._profile.export_chrome_trace(str(path))
         self._profile = None
         if self._trainer.mesh.rank == 0:

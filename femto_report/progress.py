@@ -30,13 +30,14 @@ class ProgressReport:
         if trainer.mesh.rank:
             return
         self._trainer, self._first_step, self._started = trainer, trainer.step, time.perf_counter()
+        self._shown = trainer.skipped
         print(headline(trainer), flush=True)
         if sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeRemainingColumn())
             self._bar = Progress(*columns)
-            self._task = self._bar.add_task("", total=trainer.config.train.steps, completed=trainer.step)
+            self._task = self._bar.add_task("", total=trainer.end, completed=trainer.step)
             self._bar.start()
 
     @hookimpl
@@ -49,8 +50,8 @@ class ProgressReport:
         line = self._line(step, metrics)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, description=line)
-        every, last = self._trainer.config.log.every, self._trainer.config.train.steps
-        if self._bar is None and (step % every == 0 or step in (self._first_step + 1, last)):
+        every = self._trainer.config.log.every
+        if self._bar is None and (step % every == 0 or step in (self._first_step + 1, self._trainer.end)):
             print(line, flush=True)
         if metrics["skipped"] > self._shown:
             self._shown = int(metrics["skipped"])
@@ -65,12 +66,12 @@ class ProgressReport:
 
     def _line(self, step: int, m: dict[str, float]) -> str:
         assert self._trainer is not None
-        steps = self._trainer.config.train.steps
+        end = self._trainer.end
         elapsed = time.perf_counter() - self._started
-        left = elapsed / max(1, step - self._first_step) * (steps - step)
+        left = elapsed / max(1, step - self._first_step) * (end - step)
         speed = f"MFU {m['mfu']:.1%}" if "mfu" in m else f"{m['tflops']:.3f} TFLOP/s"
         return (
-            f"step {step:>5}/{steps}  loss {m['loss']:.4f}  norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}  "
+            f"step {step:>5}/{end}  loss {m['loss']:.4f}  norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}  "
             f"{m['tokens_per_s']:,.0f} tok/s  {speed}  {m['peak_memory_mib']:,.0f} MiB  {clock(left)} left"
         )
 
@@ -95,7 +96,7 @@ def headline(trainer: Trainer) -> str:
             f"model    {kind}",
             f"layout   {mesh} on {mesh.device.type}; plugins: {plugins}",
             f"data     {rows}; {sampler.global_batch} rows a step = {step}",
-            f"run      {trainer.run_dir}, steps {trainer.step + 1} to {config.train.stop_after or config.train.steps}",
+            f"run      {trainer.run_dir}, steps {trainer.step + 1} to {trainer.end}",
         ]
     )
 

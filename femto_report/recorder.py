@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from femto_core.hookspecs import hookimpl
+from femto_report.lines import keep_lines, read_lines
 
 if TYPE_CHECKING:
     from femto_core.trainer import Trainer
@@ -33,17 +34,15 @@ class Recorder:
         (self._folder / "config.toml").write_text(tomli_w.dumps(trainer.config.to_dict()), encoding="utf-8")
         (self._folder / "env.json").write_text(json.dumps(environment(trainer), indent=2))
         path = self._folder / "metrics.jsonl"
-        # Steps after the resumed one belong to a past that did not happen.
-        kept = [line for line in read_metrics(path) if line["step"] <= trainer.step]
-        self._file = path.open("w", encoding="utf-8", buffering=1)
-        for line in kept:
-            self._write(line)
+        keep_lines(path, trainer.step)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     @hookimpl
     def femto_log(self, step: int, metrics: dict[str, float]) -> None:
         if self._file is None:
             return
-        self._write({"step": step, **{k: v if math.isfinite(v) else None for k, v in metrics.items()}})
+        values = {"step": step, **{k: v if math.isfinite(v) else None for k, v in metrics.items()}}
+        self._file.write(json.dumps(values) + "\n")
         if "held_out_loss" in metrics:
             plot_loss(self._folder)
 
@@ -53,10 +52,6 @@ class Recorder:
             self._file.close()
             self._file = None
             plot_loss(self._folder)
-
-    def _write(self, values: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(values) + "\n")
 
 
 def environment(trainer: Trainer) -> dict[str, Any]:
@@ -78,24 +73,12 @@ def environment(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a metrics file; a last line that was cut off by a kill is left out."""
-    lines = []
-    if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except ValueError:
-                break
-    return lines
-
-
 def plot_loss(folder: Path) -> None:
     """Draw loss.png from metrics.jsonl: training loss, its running mean, and held-out loss, over steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: its state is global, and may want a screen
     from matplotlib.figure import Figure
 
-    lines = read_metrics(folder / "metrics.jsonl")
+    lines = read_lines(folder / "metrics.jsonl")
     train = [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
     held_out = [(line["step"], line["held_out_loss"]) for line in lines if line.get("held_out_loss") is not None]
     if not train:

@@ -24,7 +24,7 @@ class SanityReport:
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._norms: list[float] = []
-        self._peak = self._base = 0.0
+        self._peak = 0.0
 
     @hookimpl
     def femto_train_begin(self, trainer: Trainer) -> None:

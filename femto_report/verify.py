@@ -19,7 +19,7 @@ from femto_core.config import Config, config_class
 from femto_core.errors import UserError
 from femto_core.hooks import Hooks
 from femto_core.plugins import BUILT_IN, PluginInfo, Plugins, activate
-from femto_report.memory import take_number
+from femto_report.trial import take_number, trial_of
 
 BOUND = 1e-9
 """Largest relative difference, each tensor's against its largest element: float64 leaves six digits to spare."""
@@ -122,12 +122,10 @@ def train(values: Mapping[str, Any], plugins: Sequence[str]) -> dict[str, Any]:
 
 
 def values_of(config: Config, steps: int) -> dict[str, dict[str, Any]]:
-    """Return a run's settings for `steps` steps in float64 that leave nothing behind."""
-    values = config.to_dict()
+    """Return a run's settings for `steps` steps in float64, in a folder that goes with the trainer."""
+    values = trial_of(config, "").to_dict()
     del values["plugins"], values["run"]
     values["train"] |= {"dtype": "float64", "stop_after": min(steps, config.train.steps), "threads": 1}
-    values["eval"]["every"] = values["checkpoint"]["every"] = 0
-    values["checkpoint"]["resume"] = "none"
     return values
 
 

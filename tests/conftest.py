@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from femto_core.hookspecs import hookimpl
+from femto_core.layout import ParamLayout
 from femto_core.mesh import init_process_group
 from femto_core.model import FullModel
 from femto_core.testing import RandomTask, Record, WorkerPool, assemble, train_job
@@ -74,6 +75,12 @@ def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
     torch.set_num_threads(threads)
     torch.set_rng_state(random_state)
+
+
+def read_flat(tensor: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
+    """Cut what `layout` owns out of the global `tensor`, as a vector."""
+    parts = [tensor[box.slices()].reshape(-1) for box in layout.owned()]
+    return torch.cat(parts) if parts else tensor.new_empty(0)
 
 
 class DropoutTask(RandomTask):

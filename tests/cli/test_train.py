@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from femto_core.build import make_run_dir
 from femto_core.config import Config, make_config, read_toml
+from femto_core.errors import UserError
+from femto_core.plugins import hook_names
 from femto_core.sections import CheckpointSection, RunSection
 from tests.cli.commands import TINY_FLAGS, femto, install_plugin
 
@@ -105,6 +108,44 @@ def test_an_earlier_run_is_not_overwritten(dataset: Path, tmp_path: Path) -> Non
     assert again.code == 2
     assert "holds an earlier run" in again.err
     assert (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("resume", "weights_only", "refused"),
+    [
+        ("none", False, True),
+        ("auto", False, False),
+        ("runs/r/checkpoints/step-2", False, False),
+        ("auto", True, True),
+        ("runs/r/checkpoints/step-2", True, True),
+        ("runs/other/checkpoints/step-2", False, True),
+        ("runs/other/checkpoints/step-2", True, True),
+    ],
+)
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step-2"])
+def test_only_what_goes_on_with_an_earlier_run_may_write_to_its_folder(
+    left: str, resume: str, weights_only: bool, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "r" / left).mkdir(parents=True)
+    section = CheckpointSection(resume=resume, weights_only=weights_only)
+    config: Any = SimpleNamespace(run=RunSection(name="r"), checkpoint=section)
+    alone: Any = SimpleNamespace(rank=0, from_first=lambda value: value)
+    if refused:
+        with pytest.raises(UserError, match="holds an earlier run"):
+            make_run_dir(config, alone)
+    else:
+        make_run_dir(config, alone)[1].release()
+    fresh: Any = SimpleNamespace(run=RunSection(name="new"), checkpoint=section)
+    make_run_dir(fresh, alone)[1].release()
+
+
+def test_hooks_are_called_in_the_order_of_the_specification(dataset: Path, tmp_path: Path) -> None:
+    flags = ["--data.path", str(dataset), "--eval.every", "2", "--checkpoint.every", "2"]
+    done = femto([*TINY_FLAGS, *flags], tmp_path, {"FEMTO_TRACE_HOOKS": "1"})
+    assert done.code == 0, done.err
+    first_calls = list(dict.fromkeys(re.findall(r"hook (\w+)\(", done.err)))
+    assert first_calls == [name for name in hook_names() if name != "femto_commands"], "train needs no looking up"
 
 
 def test_runs_without_a_name_that_begin_in_one_second_keep_apart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from femto_core.cli import read_run, run_command
 from femto_core.config import Config, config_class, flag_types, make_config, parse_flags, read_toml
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
+from femto_core.plugins import activate
 from femto_core.sections import OptimSection, TrainSection, positive
 
 
@@ -358,16 +360,22 @@ class Careful:
         return {"optim": {"lr": self.lr}}
 
 
-def test_of_two_plugins_defaults_those_of_the_later_win() -> None:
-    objects = {"one": Careful(1.0), "other": Careful(2.0)}
-    config, _ = read_run("train", ["--optim.warmup", "3"], "", objects)
+def install(monkeypatch: pytest.MonkeyPatch, **objects: object) -> None:
+    """Have every run use the plugins `objects`."""
+    monkeypatch.setattr("femto_core.cli.activate", functools.partial(activate, objects=objects))
+
+
+def test_of_two_plugins_defaults_those_of_the_later_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, one=Careful(1.0), other=Careful(2.0))
+    config, _ = read_run("train", ["--optim.warmup", "3"], "")
     assert (config.optim.lr, config.optim.warmup) == (2.0, 3)
-    assert read_run("train", ["--optim.lr", "5"], "", objects)[0].optim.lr == 5
+    assert read_run("train", ["--optim.lr", "5"], "")[0].optim.lr == 5
 
 
-def test_help_shows_a_plugins_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_a_plugins_defaults(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    install(monkeypatch, one=Careful(0.125))
     with pytest.raises(SystemExit):
-        read_run("train", ["--help"], "", {"one": Careful(0.125)})
+        read_run("train", ["--help"], "")
     assert "0.125" in capsys.readouterr().out
 
 

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from femto_core.layout import Box, ParamLayout, boxes_of_range, read_flat
+from femto_core.layout import Box, ParamLayout, boxes_of_range
 from femto_core.mesh import Mesh
+from tests.conftest import read_flat
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

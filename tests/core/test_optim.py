@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -12,12 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from femto_core.hookspecs import hookimpl
 from femto_core.layout import ParamLayout
 from femto_core.mesh import Axis, Mesh
-from femto_core.optim import clip_grads, grad_norm_squared, make_adamw, make_lr_schedule, set_lr
+from femto_core.model import FullModel
+from femto_core.optim import clip_grads, grad_norm_squared, make_adamw, make_lr_schedule, scale_lr
 from femto_core.precision import ParamGroup
 from femto_core.sections import OptimSection
-from femto_core.testing import WorkerPool, make_trainer
+from femto_core.testing import RandomTask, WorkerPool, make_trainer
 
 CPU = torch.device("cpu")
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
@@ -73,20 +76,56 @@ def test_a_decay_step_shrinks_a_matrix_and_leaves_a_vector() -> None:
     assert vector.master.tolist() == [1.0, 1.0]
 
 
-def test_frozen_and_empty_shares_are_not_the_optimizers() -> None:
-    frozen, empty, used = group([1.0]), group([]), group([1.0])
-    frozen.master.requires_grad_(False)
-    optimizer = make_adamw([frozen, empty, used], OptimSection())
-    assert [p for part in optimizer.param_groups for p in part["params"]] == [used.master]
+class LayerWise(RandomTask):
+    """Freezes the embedding, and takes the optimizer's seat: SGD with a rate of its own for each parameter."""
+
+    @hookimpl
+    def femto_transform_model(self, model: FullModel) -> None:
+        model.module.model.embed_tokens.weight.requires_grad_(False)
+
+    @hookimpl
+    def femto_optimizer(self, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
+        assert all(g.master.requires_grad and g.master.numel() for g in groups)
+        return torch.optim.SGD([{"params": [g.master], "lr": 0.1 * (n + 1)} for n, g in enumerate(groups)])
+
+
+def layer_wise_rates(folder: str, resume: str) -> list[tuple[float, list[float]]]:
+    values = {
+        "run": {"dir": folder},
+        "checkpoint": {"resume": resume},
+        "optim": {"warmup": 2, "lr": 0.5},
+        "model": {"tied": False},
+    }
+    trainer = make_trainer(values, (), {"task": LayerWise()})
+    assert len(trainer.groups) == len(trainer.optimizer.param_groups) + 1
+    seen = []
+    for _ in range(3):
+        info = trainer.train_step()
+        seen.append((info.lr, [part["lr"] for part in trainer.optimizer.param_groups]))
+    trainer.save()
+    trainer.checkpointer.wait()
+    trainer.close()
+    return seen
+
+
+def test_each_parameter_group_keeps_its_own_peak_and_follows_the_schedule_resumed_too(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    expected = factors(6, warmup=2)
+    for resume, part in (("none", expected[:3]), ("auto", expected[3:])):
+        [seen] = pool.run(1, layer_wise_rates, str(tmp_path), resume)
+        for (nominal, rates), factor in zip(seen, part, strict=True):
+            assert nominal == pytest.approx(0.5 * factor)
+            assert rates == pytest.approx([0.1 * (n + 1) * factor for n in range(len(rates))])
 
 
 def test_a_rank_without_anything_to_train_steps_and_clips() -> None:
     frozen, empty = group([]), group([])
     frozen.master.requires_grad_(False)
     frozen.master.grad = empty.master.grad = None
-    optimizer = make_adamw([frozen, empty], OptimSection())
+    optimizer = make_adamw([], OptimSection())
     clip_grads([frozen, empty], norm=5.0, limit=1.0)
-    set_lr(optimizer, 0.5)
+    scale_lr(optimizer, 0.5)
     optimizer.step()
 
 

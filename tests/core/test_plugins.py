@@ -364,9 +364,9 @@ def test_the_default_sits_where_a_plugin_declines(site: Site) -> None:
 
 # The hooks with their arguments, in the order of calling: what Hooks must hand on, name by name.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "femto_commands": ("registry",),
     "femto_config_section": (),
     "femto_config_defaults": (),
-    "femto_commands": ("registry",),
     "femto_validate": ("config",),
     "femto_mesh_axes": ("config",),
     "femto_dataset": ("config", "split"),

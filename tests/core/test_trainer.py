@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,6 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from femto_core.batch import Batch
+from femto_core.config import Config
+from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 from femto_core.loss import CrossEntropy, Loss
 from femto_core.mesh import Axis, Mesh
@@ -308,7 +311,7 @@ def test_stop_after_ends_a_run_early_and_cleanly_without_bending_its_schedule(po
         steps = [
             event
             for number in (1, 2, 3)
-            for event in (("before", number), *(logs[number - 1] if rank == 0 else []), ("after", number))
+            for event in (("before", number), ("after", number), *(logs[number - 1] if rank == 0 else []))
         ]
         assert heard == ["begin", *steps, "end"]
         assert step == 3
@@ -320,7 +323,7 @@ def test_stop_after_ends_a_run_early_and_cleanly_without_bending_its_schedule(po
 
 def test_zero_means_to_the_end(pool: WorkerPool) -> None:
     [(heard, step, _)] = pool.run(1, train_and_listen, {"train": {"stop_after": 0}})
-    assert (step, heard[-2]) == (6, ("after", 6))
+    assert (step, heard[-2]) == (6, ("log", 6, "loss"))
 
 
 class Fails(Listener):
@@ -344,6 +347,105 @@ def test_observers_hear_the_end_after_an_exception_too(pool: WorkerPool) -> None
     for heard in pool.run(2, train_until_failure):
         assert heard[-1] == "end"
         assert heard.count("end") == 1
+
+
+class FailsToBegin:
+    @hookimpl
+    def femto_train_begin(self) -> None:
+        raise KeyError("a plugin's own")
+
+
+def end_after_a_failure_to_begin() -> list[Any]:
+    listener = Listener()
+    listener.heard.clear()
+    trainer = make_trainer({}, (), {"failing": FailsToBegin(), "random_task": listener})  # the last named begins first
+    with pytest.raises(KeyError):
+        trainer.train()
+    trainer.close()
+    return list(listener.heard)
+
+
+def test_those_who_heard_the_beginning_hear_the_end_where_another_fails_to_begin(pool: WorkerPool) -> None:
+    assert pool.run(2, end_after_a_failure_to_begin) == [["begin", "end"]] * 2
+
+
+def end_after_a_failure_to_close() -> list[Any]:
+    listener = Listener()
+    listener.heard.clear()
+    trainer = make_trainer({"train": {"stop_after": 1}}, (), {"random_task": listener})
+
+    def close() -> None:
+        raise OSError("the disk is gone")
+
+    trainer.checkpointer.close = close  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.train()
+    trainer.close()
+    return list(listener.heard)
+
+
+def test_observers_hear_the_end_where_the_checkpointer_fails_to_close(pool: WorkerPool) -> None:
+    [heard] = pool.run(1, end_after_a_failure_to_close)
+    assert heard[-1] == "end"
+
+
+class CountsSteps(RandomTask):
+    """Counts steps when they end, and keeps the count in checkpoints."""
+
+    counted: list[int] = []  # noqa: RUF012 - emptied by each job
+
+    @hookimpl
+    def femto_step_end(self) -> None:
+        self.counted.append(1)
+
+    @hookimpl
+    def femto_checkpoint_state(self) -> tuple[str, Any]:
+        return "counted", self
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": len(self.counted)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.counted.extend([1] * state["count"])
+
+
+def count_of_a_resumed_run(folder: str) -> tuple[int, int]:
+    values = {"run": {"dir": folder}, "checkpoint": {"every": 2, "resume": "auto"}, "train": {"stop_after": 4}}
+    for _ in range(2):
+        task = CountsSteps()
+        task.counted.clear()
+        trainer = make_trainer(values, (), {"random_task": task})
+        found = trainer.step, len(task.counted)
+        trainer.train()
+        trainer.close()
+    return found
+
+
+def test_a_checkpoint_keeps_what_plugins_made_of_its_own_step(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(1, count_of_a_resumed_run, str(tmp_path)) == [(4, 4)]
+
+
+def folders_of_trainers() -> tuple[Path, Path, bool]:
+    trainer = make_trainer({})
+    during = trainer.run_dir.is_dir()
+    torch.distributed.barrier()
+    trainer.close()
+    with pytest.raises(UserError) as refused:
+        make_trainer({"data": {"global_batch": 7}}, (), {"random_task": FolderOfRefused()})
+    return trainer.run_dir, Path(str(refused.value)), during
+
+
+class FolderOfRefused(RandomTask):
+    @hookimpl
+    def femto_model(self, config: Config) -> FullModel:
+        raise UserError(config.run.dir)
+
+
+def test_a_trainer_for_tests_leaves_no_folder_behind(pool: WorkerPool) -> None:
+    for closed, refused, during in pool.run(2, folders_of_trainers):
+        assert during
+        assert not closed.parent.exists()
+        assert not refused.exists()
 
 
 def weights_with_evaluation(every: int) -> dict[str, torch.Tensor]:

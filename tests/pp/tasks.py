@@ -12,7 +12,6 @@ from torch import nn
 
 from femto_core.batch import Batch
 from femto_core.hookspecs import hookimpl
-from femto_core.layout import read_flat
 from femto_core.model import FullModel
 from femto_core.testing import RandomRows, RandomTask, make_trainer, train_job
 from femto_core.trainer import Trainer
@@ -20,6 +19,7 @@ from femto_pp.actions import Backward, Compute, Forward, WeightBackward
 from femto_pp.pipeline import Pipeline
 from femto_pp.placement import Placement
 from femto_pp.schedules import SCHEDULES, Order, schedule
+from tests.conftest import read_flat
 
 Values = dict[str, dict[str, Any]]
 NAMES = ("gpipe", "1f1b", "interleaved", "zb")

@@ -373,7 +373,7 @@ def masters(stage: str, path: str) -> dict[str, tuple[ParamLayout, torch.Tensor,
 def test_fp16_weights_arrive_in_fp32_masters_exactly(pool: WorkerPool, narrow_model: Path, stage: str) -> None:
     from safetensors.torch import load_file
 
-    from femto_core.layout import read_flat
+    from tests.conftest import read_flat
 
     weights = load_file(narrow_model / "model.safetensors")
     for rank in pool.run(2, masters, stage, str(narrow_model)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,19 @@ def test_the_command_counts_for_ranks_that_are_not_there() -> None:
     assert found.keys() == {"forward", "backward", "update"}
     assert all(value > 0 for value in found.values())
     assert f"peak {max(found.values()):,.1f} MiB of tensors" in done.stdout
+
+
+def test_random_rows_take_the_place_of_a_plugins_own(tmp_path: Path) -> None:
+    settings = ("--model.vocab-size", "64", "--data.seq-len", "16", "--data.global-batch", "8")
+    done = femto("--plugins", "sft", "--sft.path", "none.jsonl", "--sft.tokenizer", "none", *settings)
+    assert done.returncode == 0, done.stderr
+    assert "a step is 1 x 8 rows of 16 tokens" in done.stdout
+
+
+def test_settings_that_a_trial_has_no_use_for_are_no_obstacle(tmp_path: Path) -> None:
+    settings = ("--model.vocab-size", "64", "--data.seq-len", "16", "--data.global-batch", "8", "--data.workers", "2")
+    done = femto(*settings, "--checkpoint.resume", str(tmp_path), "--checkpoint.weights-only")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,15 +17,19 @@ import torch
 from femto_core.errors import UserError
 from femto_core.layout import ParamLayout
 from femto_core.precision import ParamGroup
+from femto_report.lines import read_lines
 from femto_report.logs import Logs
+from femto_report.profiler import Profiler
 from femto_report.progress import ProgressReport, clock
-from femto_report.recorder import Recorder, plot_loss, read_metrics, running_mean
+from femto_report.recorder import Recorder, plot_loss, running_mean
 from femto_report.samples import draw
 from femto_report.sanity import first_loss, gradient_norms, memory
 from femto_report.trackers import TensorBoard, WandB
 
 
-def fake_trainer(tmp_path: Path, *, rank: int = 0, step: int = 0, path: str = "", steps: int = 8) -> Any:
+def fake_trainer(
+    tmp_path: Path, *, rank: int = 0, step: int = 0, path: str = "", steps: int = 8, end: int = 8, skipped: int = 0
+) -> Any:
     """The parts of a trainer that observers look at."""
     parameter = torch.nn.Parameter(torch.zeros(256, 1024))
     layout = ParamLayout.whole("w", parameter.shape, ())
@@ -43,6 +49,8 @@ def fake_trainer(tmp_path: Path, *, rank: int = 0, step: int = 0, path: str = ""
         plugin_versions={},
         run_dir=tmp_path,
         step=step,
+        end=end,
+        skipped=skipped,
     )
 
 
@@ -91,21 +99,34 @@ class TestRecorder:
         recorder.femto_train_begin(fake_trainer(tmp_path, step=2))
         recorder.femto_log(3, {"loss": 9.0})
         recorder.femto_train_end()
-        assert [(m["step"], m["loss"]) for m in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 9)]
+        assert [(m["step"], m["loss"]) for m in read_lines(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 9)]
+
+    def test_a_kill_while_metrics_are_cut_loses_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n')
+        before = path.read_bytes()
+
+        def killed(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Recorder().femto_train_begin(fake_trainer(tmp_path, step=1))
+        assert path.read_bytes() == before
 
     def test_a_loss_that_is_not_a_number_is_valid_json(self, tmp_path: Path) -> None:
         recorder = Recorder()
         recorder.femto_train_begin(fake_trainer(tmp_path))
         recorder.femto_log(1, {"loss": math.nan, "grad_norm": math.inf})
         recorder.femto_train_end()
-        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None}]
+        assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None}]
         assert not (tmp_path / "loss.png").exists(), "there is nothing to plot"
 
     def test_each_line_is_on_disk_at_once(self, tmp_path: Path) -> None:
         recorder = Recorder()
         recorder.femto_train_begin(fake_trainer(tmp_path))
         recorder.femto_log(1, {"loss": 1.0})
-        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+        assert len(read_lines(tmp_path / "metrics.jsonl")) == 1
         recorder.femto_train_end()
 
     def test_other_ranks_write_nothing(self, tmp_path: Path) -> None:
@@ -149,6 +170,28 @@ class TestProgress:
         assert "step 1: weights left untouched because of a gradient norm that is not finite" in out
         assert "step 2: weights left untouched because of no valid target (2 such steps so far)" in out
 
+    def test_steps_that_were_skipped_before_a_resume_are_not_news(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        report = ProgressReport()
+        report.femto_train_begin(fake_trainer(tmp_path, step=4, skipped=2))
+        report.femto_log(5, {**METRICS, "skipped": 2.0})
+        assert "untouched" not in capsys.readouterr().out
+        report.femto_log(6, {**METRICS, "skipped": 3.0})
+        assert "step 6: weights left untouched" in capsys.readouterr().out
+        report.femto_train_end()
+
+    def test_a_run_that_is_to_stop_early_ends_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        report = ProgressReport()
+        report.femto_train_begin(fake_trainer(tmp_path, steps=100, end=5))
+        for step in range(1, 6):
+            report.femto_log(step, METRICS)
+        report.femto_train_end()
+        out = capsys.readouterr().out
+        assert "steps 1 to 5" in out
+        assert [line.split()[1] for line in out.splitlines() if "/5" in line] == ["1/5", "3/5", "5/5"]
+        assert "0:00 left" in out.splitlines()[-1]
+
     def test_mfu_is_shown_where_the_peak_is_known(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         report = ProgressReport()
         report.femto_train_begin(fake_trainer(tmp_path))
@@ -179,6 +222,58 @@ def test_a_rank_logs_the_exception_that_ended_it(tmp_path: Path) -> None:
     text = (tmp_path / "logs" / "rank-3.log").read_text()
     assert "training ends after step 7" in text
     assert "ArithmeticError: enough" in text
+
+
+def test_a_rank_on_a_machine_of_its_own_makes_the_folder_of_its_log_and_trace(tmp_path: Path) -> None:
+    trainer = fake_trainer(tmp_path / "runs" / "r", rank=3)
+    logs = Logs()
+    logs.femto_train_begin(trainer)
+    logs.femto_train_end(trainer)
+    assert (trainer.run_dir / "logs" / "rank-3.log").exists()
+    trainer.run_dir = tmp_path / "other" / "r"
+    trainer.config.profile = SimpleNamespace(step=1, steps=1)
+    profiler = Profiler()
+    profiler.femto_train_begin(trainer)
+    profiler.femto_step_begin(1)
+    profiler.femto_train_end()
+    assert (trainer.run_dir / "trace-rank-3.json").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_rank_0_warns_of_is_on_the_screen_and_in_its_log(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    trainer, logs = fake_trainer(tmp_path, rank=rank), Logs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logs.femto_train_begin(trainer)
+        warnings.warn("thin ice", UserWarning, stacklevel=1)
+        logging.getLogger("skates").warning("thinner ice")
+        logs.femto_train_end(trainer)
+    shown, written = capsys.readouterr().err, (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    for text in ("UserWarning: thin ice", "thinner ice"):
+        assert text in written
+        assert shown.count(text) == (rank == 0)
+    assert logging.getLogger().handlers == []
+
+
+def test_logs_leave_the_capturing_of_warnings_as_it_was(tmp_path: Path) -> None:
+    trainer, logs = fake_trainer(tmp_path), Logs()
+    with warnings.catch_warnings():
+        before = warnings.showwarning
+        logs.femto_train_begin(trainer)
+        assert warnings.showwarning is not before
+        logs.femto_train_end(trainer)
+        assert warnings.showwarning is before
+        logging.captureWarnings(True)
+        try:
+            captured = warnings.showwarning
+            logs.femto_train_begin(trainer)
+            logs.femto_train_end(trainer)
+            assert warnings.showwarning is captured
+        finally:
+            logging.captureWarnings(False)
 
 
 @pytest.mark.parametrize(("tracker", "module"), [(TensorBoard(), "torch.utils.tensorboard"), (WandB(), "wandb")])

@@ -30,6 +30,12 @@ def test_three_axes_are_proven_equal_and_all_parameters_listed(tmp_path: Path) -
     assert not (tmp_path / "runs").exists()
 
 
+def test_settings_of_a_run_that_goes_on_from_weights_and_reads_beside_training_are_no_obstacle(tmp_path: Path) -> None:
+    words = ("--data.workers", "2", "--checkpoint.resume", str(tmp_path), "--checkpoint.weights-only")
+    done = femto(["verify", "--plugins", "zero1", "--steps", "1", *SETTINGS, *words], tmp_path)
+    assert done.code == 0, done.out + done.err
+
+
 FAULTS = {
     "a layer that computes something else": (
         """

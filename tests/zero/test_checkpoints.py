@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from femto_core.layout import ParamLayout, read_flat
+from femto_core.layout import ParamLayout
 from femto_core.testing import RandomTask, WorkerPool, make_trainer
 from tests.checkpoint.runs import checkpoint_of
+from tests.conftest import read_flat
 from tests.zero.tasks import STAGES, HardTask, Values, merged
 
 FP32: Values = {"train": {"dtype": "float32", "steps": 7}, "data": {"micro_batch": 1}}
