@@ -82,7 +82,7 @@ def _make_config(section: ModelSection) -> PretrainedConfig:
     config: PretrainedConfig = AutoConfig.for_model(
         section.family,
         hidden_size=section.hidden_size,
-        intermediate_size=section.intermediate_size,
+        intermediate_size=section.intermediate_size or -(-section.hidden_size * 8 // 96) * 32,
         num_hidden_layers=section.layers,
         num_attention_heads=section.heads,
         num_key_value_heads=section.kv_heads,

@@ -42,6 +42,7 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
     config = fill_micro_batch(config, mesh)
 
     dataset, held_out = hooks.dataset(config, "train"), hooks.dataset(config, "held_out")
+    check_same_data(mesh, dataset, held_out)
     collator = hooks.collator(config)
     config = fill_vocab_size(config, dataset)
     model = hooks.model(config)
@@ -133,6 +134,14 @@ def check_equal_everywhere(mesh: Mesh, config: Config, plugins: Plugins) -> None
                     f"rank {rank} differs from rank 0 in {what}: {key} is {other[what].get(key)!r} there and "
                     f"{first[what].get(key)!r} on rank 0; install and start the same on every machine"
                 )
+
+
+def check_same_data(mesh: Mesh, *datasets: Dataset) -> None:
+    """Refuse ranks that opened other rows than rank 0: a copy on another machine may be older, or a cache another's."""
+    first, *others = mesh.gather_objects([(dataset.fingerprint, len(dataset)) for dataset in datasets])
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise UserError(f"rank {rank} opened other data than rank 0: {other} there and {first} on rank 0")
 
 
 def set_up_torch(config: Config, mesh: Mesh) -> None:

@@ -78,8 +78,8 @@ class ModelSection:
     """Architecture when model.path is empty."""
     hidden_size: int = attrs.field(default=128, validator=positive)
     """Width of the residual stream."""
-    intermediate_size: int = attrs.field(default=352, validator=positive)
-    """Width inside the MLP."""
+    intermediate_size: int = attrs.field(default=0, validator=not_negative)
+    """Width inside the MLP; 0: 8/3 of hidden_size, rounded up to a multiple of 32."""
     layers: int = attrs.field(default=4, validator=positive)
     """Number of decoder layers."""
     heads: int = attrs.field(default=4, validator=positive)

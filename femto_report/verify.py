@@ -163,7 +163,8 @@ def resize(sizes: dict[str, Any], layers: int, hidden: int, layers_key: str, hea
         heads = int(sizes[heads_key])
         if hidden % (2 * heads):
             raise UserError(f"--hidden {hidden} does not cut into {heads} heads of even width")
-        sizes["intermediate_size"] = max(1, int(sizes["intermediate_size"]) * hidden // int(sizes["hidden_size"]))
+        inner = int(sizes["intermediate_size"])  # 0 follows the width by itself
+        sizes["intermediate_size"] = inner and max(1, inner * hidden // int(sizes["hidden_size"]))
         sizes["hidden_size"] = hidden
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import shlex
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from femto_core.hookspecs import hookimpl
+from tests.cli.commands import forked
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -23,9 +20,6 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
 )
 PROGRAMS = ("femto", "torchrun", "python", "make", "pip")
-TIMEOUT_S = 120
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["femto_core.build", "transformers.models.llama.modeling_llama", __name__])
 
 
 def commands_in(document: str) -> list[list[str]]:
@@ -58,51 +52,16 @@ class Small:
         }
 
 
-@attrs.frozen
-class Ended:
-    """How a command's processes ended, and what they said."""
-
-    codes: list[int | None]
-    said: str
-
-
-def execute(words: Sequence[str], cwd: Path, *, data: str, processes: int = 1) -> Ended:
-    """Run `femto WORDS` in `cwd` on `processes` ranks, forked from a process that has loaded torch; `data`: rows."""
+def execute(words: Sequence[str], cwd: Path, *, data: str, processes: int = 1) -> tuple[list[int | None], str]:
+    """Run `femto WORDS` in `cwd` on `processes` ranks, small, on the rows `data`; return exit codes and what was said."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    outputs = [cwd / f"rank-{rank}.txt" for rank in range(processes)]
-    ranks: list[Any] = []
-    for rank, output in enumerate(outputs):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        world = {k: str(v) for k, v in place.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment = {**os.environ, "HOME": str(cwd), "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-        environment |= world if processes > 1 else {}
-        arguments = (list(words), str(cwd), environment, str(output), data)
-        ranks.append(_context.Process(target=_femto, args=arguments))
-        ranks[-1].start()
-    for process in ranks:
-        process.join(TIMEOUT_S)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    return Ended(codes, "".join(output.read_text(encoding="utf-8", errors="replace") for output in outputs))
-
-
-def _femto(words: list[str], cwd: str, environment: dict[str, str], output: str, data: str) -> None:
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path.insert(0, cwd)  # where the document's own plugins are installed
-    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - as long as the process
-    sys.argv = ["femto", *words]
-    from femto_core import plugins
-    from femto_core.cli import main
-
-    sys.modules["small"] = Small(data)  # type: ignore[assignment]
-    plugins.BUILT_IN["small"] = "small"
-    main(words)
+    home = {"HOME": str(cwd), "PYTHONPATH": os.pathsep.join([str(cwd), os.environ.get("PYTHONPATH", "")])}
+    envs = [home]
+    if processes > 1:
+        sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **sizes}
+        envs = [{**home, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    ended = forked(words, cwd, envs, {"small": Small(data)})
+    return [one.code for one in ended], "".join(one.out + one.err for one in ended)

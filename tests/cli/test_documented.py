@@ -17,12 +17,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.__main__ import options
 from femto_core.cli import run_command
 from femto_core.config import read_toml
 from femto_core.errors import UserError
 from tests.cli.commands import install_plugin
 from tests.cli.documented import DOCUMENTS, ROOT, commands_in, execute
-from tests.sft.making import make_tokenizer, said
+from tests.sft.making import make_tokenizer
+from tests.sft.making import said as conversation
 
 SHRINK = {"--train.steps": "2", "--model.hidden-size": "32"}
 FROM_FILE = ("--train.steps", "2", "--optim.warmup", "1", "--checkpoint.every", "2", "--data.seq-len", "64")
@@ -45,7 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     tokenizer.save_pretrained(folder / "MODEL")
     for name in ("SmolLM2-135M", "smollm2"):
         (folder / name).symlink_to("MODEL")
-    talks = [said(("user", "hi"), ("assistant", f"{n}")) for n in range(120)]
+    talks = [conversation(("user", "hi"), ("assistant", f"{n}")) for n in range(120)]
     for name in ("talks.jsonl", "docstrings.jsonl"):
         (folder / name).write_text("".join(f"{json.dumps(talk)}\n" for talk in talks))
     (folder / "notes" / "deep").mkdir(parents=True)
@@ -54,7 +56,6 @@ def files(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
         (folder / "notes" / "deep" / f"{number}.md").write_text(words)
     (folder / "run.toml").write_text('plugins = ["tp"]\n\n[tp]\nsize = 2\n')
     (folder / "examples").symlink_to(ROOT / "examples")
-    install_plugin(folder, "example", "EXAMPLE = True\n")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     install_plugin(folder, "mine", readme.split("```python\n")[1].split("```")[0])
     example = read_toml(ROOT / "examples/third_party_plugin/pyproject.toml")["project"]
@@ -63,7 +64,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     (folder / "plugin_invsqrt-1.0.dist-info" / "entry_points.txt").write_text(entry)
     (folder / "example_plugin").symlink_to(ROOT / "examples/third_party_plugin/example_plugin")
     made = execute(["--run.name", "NAME", "--checkpoint.every", "2"], folder, data=str(dataset))
-    assert made.codes == [0], made.said
+    assert made[0] == [0], made[1]
     (folder / "PATH").symlink_to("runs/NAME")
     return folder
 
@@ -96,9 +97,13 @@ def run_documented(words: Sequence[str], folder: Path, dataset: Path) -> None:
         assert Path(rest[0]).name in (ROOT / "tests/sft/test_smollm2.py").read_text(encoding="utf-8")
     elif program == "femto" or "femto_core" in rest:
         train_or_command(words, folder, dataset)
+    elif "benchmarks" in rest:
+        options(rest[rest.index("benchmarks") + 1 :])
     elif "-m" in rest:
         assert importlib.util.find_spec(rest[rest.index("-m") + 1])
         assert all((ROOT / word).exists() for word in rest if word.endswith(".py"))
+    else:
+        assert words == ["torchrun", "--max-restarts", "1"], "nothing executes this"
 
 
 def train_or_command(words: Sequence[str], folder: Path, dataset: Path) -> None:
@@ -117,9 +122,9 @@ def train_or_command(words: Sequence[str], folder: Path, dataset: Path) -> None:
     if "sft-inspect" in rest and len(rest) == 3:
         rest += ["--model.path", "MODEL", "--sft.path", "talks.jsonl"]  # what "..." stands for
     with_rows = not any("sft" in word for word in rest) and rest[:1] not in (["preprocess"], ["data-inspect"])
-    ended = execute(rest, folder, data=str(dataset) if with_rows else "", processes=processes)
-    assert ended.codes == [0] * processes, ended.said[-3000:]
-    assert ended.said.strip()
+    codes, said = execute(rest, folder, data=str(dataset) if with_rows else "", processes=processes)
+    assert codes == [0] * processes, said[-3000:]
+    assert said.strip()
 
 
 def commands() -> list[str]:

@@ -630,7 +630,7 @@ def test_matrices_stand_in_the_order_of_backward_with_a_layers_vectors_behind_th
     order, parameters = backward_order(stage), dict(stage.named_parameters())
     came: list[str] = []
     for name, parameter in stage.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))  # type: ignore[misc]
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))  # type: ignore[no-untyped-call]
     stage.head(stage.forward(batch().input_ids, batch())).sum().backward()
     assert sorted(order) == sorted(came)
     layer = [name.removeprefix("model.layers.").partition(".")[0] for name in order if ".layers." in name]
