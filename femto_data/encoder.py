@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from femto_core.errors import UserError
 from femto_data.workspace import Interrupted
 
 _BATCH = 2**18  # characters given to the tokenizers library at once: what it returns takes many times their size

@@ -22,8 +22,7 @@ from femto_core.errors import UserError
 from femto_data import preprocess as module
 from femto_data import shards
 from femto_data.encoder import WorkerPool
-from femto_data.workspace import Interrupted
-from femto_data.workspace import open_workspace
+from femto_data.workspace import Interrupted, open_workspace
 from tests.data.making import contents, refusal, run, texts
 
 DOCUMENTS = [f"document {i}: " + " ".join(str(i * j) for j in range(60)) for i in range(400)]
