@@ -73,7 +73,7 @@ def test_another_version_of_what_tokenises_is_seen(
 ) -> None:
     file = write_lines(tmp_path / "a.jsonl", talk(1))
     before = rows_of(tmp_path, file).fingerprint
-    monkeypatch.setattr(f"{library}.__version__", "0.0.1")
+    monkeypatch.setattr(f"femto_sft.cache.{library}.__version__", "0.0.1")
     assert rows_of(tmp_path, file).fingerprint != before
 
 
