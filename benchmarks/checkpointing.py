@@ -1,12 +1,14 @@
 """What checkpoints cost: `python -m benchmarks.checkpointing [--rounds N]`, as ratios within this one run, one process.
 
 A step while a save goes on beside it, against a step without; saving and loading, against safetensors writing (and
-syncing) and reading the same bytes.
+syncing) and reading the same bytes. Which of the two comes first changes from round to round, and before each the disk
+has finished with what was written so far.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -25,13 +27,22 @@ from femto_core.sections import CheckpointSection
 from femto_core.testing import make_trainer
 from femto_core.trainer import Trainer
 
-ROUNDS = 5
+ROUNDS = 6  # even, so that each comes first as often as the other
 
 
 def timed(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
+
+
+def timed_both(first: Callable[[], object], second: Callable[[], object], *, swap: bool) -> tuple[float, float]:
+    """Return the seconds of each, in this order or in the other, with nothing left to write before either."""
+    seconds = [0.0, 0.0]
+    for place, action in ((1, second), (0, first)) if swap else ((0, first), (1, second)):
+        os.sync()
+        seconds[place] = timed(action)
+    return seconds[0], seconds[1]
 
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -85,14 +96,22 @@ def main() -> None:
     results: list[tuple[float, ...]] = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
-        for _ in range(rounds):
+        plain = folder / "plain.safetensors"
+        for number in range(rounds):
             without, with_save, call, count = beside(trainer, store, folder / "beside")
             state, step = trainer.run_state(), trainer.step
-            write = timed(lambda: write_plainly(tensors, folder / "plain.safetensors"))
-            save = timed(lambda: waiting.save(folder / "waiting", step, state))  # noqa: B023 - called here and now
             path = folder / "waiting" / f"step-{step}"
-            read = timed(lambda: read_plainly(tensors, folder / "plain.safetensors"))
-            load = timed(lambda: waiting.load(path, state, weights_only=False))  # noqa: B023
+            swap = bool(number % 2)
+            write, save = timed_both(
+                functools.partial(write_plainly, tensors, plain),
+                functools.partial(waiting.save, folder / "waiting", step, state),
+                swap=swap,
+            )
+            read, load = timed_both(
+                functools.partial(read_plainly, tensors, plain),
+                functools.partial(waiting.load, path, state, weights_only=False),
+                swap=swap,
+            )
             results.append((with_save / without, call / without, save / write, load / read, count, save, load))
     names = (
         "step beside a save / step without",

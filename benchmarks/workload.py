@@ -10,7 +10,6 @@ import attrs
 import torch
 from transformers import LlamaConfig
 
-from femto_core.batch import Batch
 from femto_core.data import next_token_collator
 from femto_core.hookspecs import hookimpl
 from femto_data.plugin import NoRows
@@ -97,7 +96,7 @@ class StreamTask:
 
     @hookimpl
     def femto_collator(self) -> Any:
-        return collate
+        return next_token_collator
 
 
 @attrs.frozen(eq=False)
@@ -114,7 +113,3 @@ class StreamRows:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.rows[index]
-
-
-def collate(samples: Any) -> Batch:
-    return next_token_collator(samples)

@@ -6,10 +6,8 @@ import platform
 import sysconfig
 from pathlib import Path
 
-from filelock import FileLock
-
-from femto_core.errors import UserError
 from femto_data.config import PreprocessConfig
+from femto_data.once import made_once
 from femto_data.preprocess import preprocess
 
 _VERSION = (
@@ -29,30 +27,15 @@ def standard_library_dataset(cache: Path, *, seq_len: int, vocab_size: int) -> P
     files are held out. Processes that call at once wait for the one that makes it. Raises what `preprocess` raises.
     """
     directory = cache / f"stdlib-py{platform.python_version()}-seq{seq_len}-vocab{vocab_size}-v{_VERSION}"
-    if directory.is_dir():
-        return directory
-    lock = FileLock(cache / f"{directory.name}.lock")
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        raise UserError(f"data.cache = {cache} cannot be written ({error.strerror}); name another directory") from error
-    try:
-        if not directory.is_dir():  # another process may have made it while this one waited
-            files = standard_library_sources(Path(sysconfig.get_paths()["stdlib"]))
-            preprocess(
-                PreprocessConfig(
-                    input=tuple(map(str, files)),
-                    seq_len=seq_len,
-                    output=str(directory),
-                    vocab_size=vocab_size,
-                    held_out=0.02,
-                ),
-                quiet=True,
-            )
-    finally:
-        lock.release()
-    return directory
+
+    def make(output: Path) -> None:
+        files = standard_library_sources(Path(sysconfig.get_paths()["stdlib"]))
+        config = PreprocessConfig(
+            input=tuple(map(str, files)), seq_len=seq_len, output=str(output), vocab_size=vocab_size, held_out=0.02
+        )
+        preprocess(config, quiet=True)
+
+    return made_once(directory, "data.cache", make)
 
 
 def standard_library_sources(root: Path) -> list[Path]:

@@ -16,7 +16,7 @@ import os
 import struct
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,29 +27,9 @@ from torch.utils.data import Dataset
 from femto_core.errors import UserError
 from femto_data.manifest import RowsFile, check_belongs
 
-if TYPE_CHECKING:  # transformers takes seconds to load, and a loader worker that opens a dataset has no use for it
-    from transformers import PreTrainedTokenizerBase
-
 FORMAT = "femto-rows-2"
 _DIGEST_SIZE = 16  # bytes
 _DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "I32": np.dtype("<i4")}
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return 16 hexadecimal characters that change whenever the ids of some text would.
-
-    They cover the backend's own description (model, merges, normaliser, added tokens), or the vocabulary where there is
-    no such backend, and the special tokens. Directory, padding and truncation do not enter: they are a caller's state.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        rules: dict[str, Any] = json.loads(backend.to_str())
-        for state in ("padding", "truncation"):
-            rules.pop(state, None)
-    else:
-        rules = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return hashlib.sha256(json.dumps([rules, special], sort_keys=True).encode()).hexdigest()[:16]
 
 
 class RowWriter:

@@ -6,21 +6,14 @@ Local files are read here rather than by the datasets library, so that what is w
 from __future__ import annotations
 
 import codecs
-import contextlib
-import gzip
-import io
 import json
 import re
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any, NamedTuple
 
 from femto_core.errors import UserError
-from femto_data.sources import JSON_LINES
+from femto_data.files import JSON_LINES, PARQUET, json_lines, open_parquet
 
 LONGEST = 2**20  # characters of a document that are tokenised at once
 _BLOCK = 2**20  # bytes of a file that are read at once
@@ -89,59 +82,31 @@ def _read(file: Path, text_key: str) -> Iterator[Iterable[str]]:
     name = file.name.lower()
     if name.endswith(JSON_LINES):
         return ((text,) for text in _read_json_lines(file, text_key))
-    if name.endswith(".parquet"):
+    if name.endswith(PARQUET):
         return ((text,) for text in _read_parquet(file, text_key))
     return iter([_read_text(file)])
 
 
-@contextlib.contextmanager
-def _open(file: Path) -> Iterator[IO[bytes]]:
-    suffix = file.suffix.lower()
-    if suffix == ".zst":
-        with pa.input_stream(str(file), compression="zstd") as raw, io.BufferedReader(raw, 2**18) as stream:
-            yield stream
-    else:
-        with gzip.open(file, "rb") if suffix == ".gz" else file.open("rb") as stream:
-            yield stream  # type: ignore[misc]
-
-
 def _read_json_lines(file: Path, text_key: str) -> Iterator[str]:
     """Yield the text of every line's object; a blank line is skipped, anything else that is no object is refused."""
-    try:
-        with _open(file) as stream:
-            for number, line in enumerate(stream, 1):
-                where = f"{file}, line {number}"
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                    if text.strip():
-                        yield text_of(json.loads(text), text_key, where)
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{where}: byte {error.start + 1} is not valid UTF-8; mend or remove the line"
-                    ) from error
-                except (ValueError, RecursionError) as error:
-                    what = (
-                        "trailing data after its object" if "Extra data" in str(error) else f"not valid JSON ({error})"
-                    )
-                    raise UserError(f"{where}: {what}; every line must hold one JSON object") from error
-    except (EOFError, zlib.error, OSError) as error:
-        raise UserError(f"{file} cannot be read to its end ({error}); copy it again") from error
+    for number, found in json_lines(file):
+        where = f"{file}, line {number}"
+        if isinstance(found, str):
+            raise UserError(f"{where}: {found}; every line must hold one JSON object in UTF-8")
+        if found is not None:
+            yield text_of(found, text_key, where)
 
 
 def _read_parquet(file: Path, text_key: str) -> Iterator[str]:
-    try:
-        # So pages are read one by one; without, a whole column of a row group, which may be the whole file.
-        with pq.ParquetFile(file, buffer_size=_BLOCK, pre_buffer=False) as table:
-            columns = table.schema_arrow.names
-            if text_key not in columns:
-                raise UserError(_no_key(str(file), text_key, columns))
-            number = 0
-            for batch in table.iter_batches(batch_size=_ROWS, columns=[text_key]):
-                for value in batch.column(0).to_pylist():
-                    number += 1
-                    yield text_of({text_key: value}, text_key, f"{file}, row {number}")
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file} cannot be read as Parquet ({error}); copy it again") from error
+    with open_parquet(file) as table:
+        columns = table.schema_arrow.names
+        if text_key not in columns:
+            raise UserError(_no_key(str(file), text_key, columns))
+        number = 0
+        for batch in table.iter_batches(batch_size=_ROWS, columns=[text_key]):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                yield text_of({text_key: value}, text_key, f"{file}, row {number}")
 
 
 def _read_text(file: Path) -> Iterator[str]:
@@ -162,12 +127,8 @@ def _read_text(file: Path) -> Iterator[str]:
         raise UserError(f"{file} cannot be read ({error.strerror}); make it readable or leave it out") from error
 
 
-def text_of(row: object, text_key: str, where: str) -> str:
-    """Return the text of `row` under `text_key`. Raises UserError, beginning with `where`, for anything else."""
-    if not isinstance(row, dict):
-        raise UserError(
-            f"{where}: holds a {type(row).__name__}, not a JSON object; every line must hold one JSON object"
-        )
+def text_of(row: Mapping[str, Any], text_key: str, where: str) -> str:
+    """Return the text of `row` under `text_key`. Raises UserError, beginning with `where`, where there is none."""
     if text_key not in row:
         raise UserError(_no_key(where, text_key, list(row)))
     text = row[text_key]

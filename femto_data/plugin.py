@@ -58,11 +58,9 @@ def check_tokenizer(model: Path, fingerprint: str) -> None:
     """Refuse data that was written with another tokenizer than the one beside the model, where there is one."""
     if not (model / "tokenizer_config.json").exists():
         return
-    from transformers import AutoTokenizer
+    from femto_data.tokenizer import load_tokenizer, tokenizer_fingerprint
 
-    from femto_data.dataset import tokenizer_fingerprint
-
-    found = tokenizer_fingerprint(AutoTokenizer.from_pretrained(model))
+    found = tokenizer_fingerprint(load_tokenizer(str(model)))
     if found != fingerprint:
         raise UserError(
             f"the data was written with another tokenizer ({fingerprint}) than the one in {model} ({found}); run "

@@ -22,16 +22,23 @@ from transformers import PreTrainedTokenizerBase
 from femto_core.errors import UserError
 from femto_data.config import PreprocessConfig
 from femto_data.dataset import FORMAT as ROWS_FORMAT
-from femto_data.dataset import tokenizer_fingerprint
 from femto_data.documents import Piece, read_pieces
 from femto_data.encoder import Encoder, SlowTokenizer, WorkerPool
+from femto_data.files import SourceFile
 from femto_data.manifest import FORMAT, SOURCES_NAME, Manifest, SourceCounts, is_dataset, write_manifest
 from femto_data.mixture import check_weights
 from femto_data.packing import HeldOut, Packed, pack
 from femto_data.progress import Progress, show_progress
 from femto_data.shards import Encode, load_shards, make_shards
-from femto_data.sources import Source, SourceFile, digest_files, digest_of_digests, find_sources, write_source_list
-from femto_data.tokenizer import SMALLEST_VOCABULARY, draw_sample, load_tokenizer, train_tokenizer
+from femto_data.sources import Source, digest_files, digest_of_digests, find_sources, write_source_list
+from femto_data.tokenizer import (
+    SMALLEST_VOCABULARY,
+    draw_sample,
+    load_tokenizer,
+    tokenizer_fingerprint,
+    train_tokenizer,
+    vocabulary_size,
+)
 from femto_data.workspace import Interrupted, open_workspace
 
 _MAKING = 1  # raised whenever the way shards are made changes, so that no killed run's are taken for new ones
@@ -160,7 +167,7 @@ def _make(
     if not count:
         raise UserError(f"{', '.join(config.input[:3])} holds no document; give input with text in it")
     progress.phase = "writing rows"
-    vocab_size = 1 + max(tokenizer.get_vocab().values())  # len(tokenizer) is less where the ids have holes
+    vocab_size = vocabulary_size(tokenizer)
     fingerprint = tokenizer_fingerprint(tokenizer)
     packed = pack(
         lambda: load_shards(folder / "shards", count),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,31 +12,10 @@ import attrs
 
 from femto_core.errors import UserError
 from femto_data.config import PreprocessConfig
+from femto_data.files import JSON_LINES, PARQUET, SourceFile, digest_file, may_be_on_the_hub
 
-JSON_LINES = tuple(kind + packed for packed in ("", ".gz", ".zst") for kind in (".jsonl", ".ndjson", ".json"))
 TEXT = (".txt", ".md", ".py")
-_KNOWN = (*JSON_LINES, ".parquet", *TEXT)
-_HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?"
-
-
-@attrs.frozen
-class SourceFile:
-    """A file as it was when its digest was taken."""
-
-    path: Path
-    size: int
-    modified: int
-    """In nanoseconds."""
-    sha256: str
-
-    def check_unchanged(self) -> None:
-        """Raise UserError if the file has been written to since."""
-        try:
-            now = self.path.stat()
-        except OSError as error:
-            raise UserError(f"{self.path} went away while it was read ({error.strerror}); run it again") from error
-        if (now.st_size, now.st_mtime_ns) != (self.size, self.modified):
-            raise UserError(f"{self.path} was changed while it was read; run it again when nothing writes to it")
+_KNOWN = (*JSON_LINES, PARQUET, *TEXT)
 
 
 @attrs.frozen
@@ -69,7 +46,7 @@ def _find(name: str, config: PreprocessConfig) -> Source:
                 f"directory, through --glob"
             )
         return Source(name, (path,))
-    if name.lower().endswith(_KNOWN) or not re.fullmatch(_HUB_NAME, name):
+    if not may_be_on_the_hub(name, _KNOWN):
         raise UserError(f"input {name} does not exist; check its spelling")
     return Source(name, (), is_hub=True)
 
@@ -99,19 +76,7 @@ def _files_below(directory: Path, config: PreprocessConfig) -> tuple[Path, ...]:
 def digest_files(files: Sequence[Path], workers: int) -> list[SourceFile]:
     """Return each file with the SHA-256 of its contents, `workers` files at a time."""
     with ThreadPoolExecutor(workers) as threads:  # hashing and reading let other threads run
-        return list(threads.map(_digest, files))
-
-
-def _digest(path: Path) -> SourceFile:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as stream:
-            before = os.fstat(stream.fileno())
-            while block := stream.read(2**20):
-                digest.update(block)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable or leave it out") from error
-    return SourceFile(path, before.st_size, before.st_mtime_ns, digest.hexdigest())
+        return list(threads.map(digest_file, files))
 
 
 def digest_of_digests(files: Sequence[SourceFile]) -> str:

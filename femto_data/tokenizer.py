@@ -1,10 +1,12 @@
-"""The tokenizer of a dataset: loaded by name, or trained on a sample of the documents themselves."""
+"""The tokenizer of a dataset: loaded by name, or trained on a sample of the documents themselves; told from others."""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import json
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -30,6 +32,28 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise UserError(f"tokenizer {name} has no EOS token to end documents with; set its eos_token and save it again")
     return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return 16 hexadecimal characters that change whenever the ids of some text would.
+
+    They cover the backend's own description (model, merges, normaliser, added tokens), or the vocabulary where there is
+    no such backend, and the special tokens. Directory, padding and truncation do not enter: they are a caller's state.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules: dict[str, Any] = json.loads(backend.to_str())
+        for state in ("padding", "truncation"):
+            rules.pop(state, None)
+    else:
+        rules = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(json.dumps([rules, special], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return one more than the largest id, which gaps in the vocabulary make larger than the number of tokens."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def train_tokenizer(sample: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:

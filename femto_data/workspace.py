@@ -34,8 +34,7 @@ class Workspace:
         What was there is moved aside first and comes back should the second rename fail, or, after a kill between the
         two, when the next run opens a workspace for this output. Every byte is on disk before the name.
         """
-        for path in [*made.rglob("*"), made]:
-            _sync(path)
+        sync_all(made)
         aside = self.folder / _ASIDE
         there = self.output.exists()
         if there:
@@ -118,6 +117,12 @@ def _remove(folder: Path) -> None:
         os.replace(folder, swept)
         folder = swept
     shutil.rmtree(folder)
+
+
+def sync_all(folder: Path) -> None:
+    """Return when everything in `folder` is on disk."""
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -270,6 +270,24 @@ def test_a_plugin_imports_no_other_plugin(folder: Path) -> None:
         assert {name.split(".")[0] for name in imported(file.read_text())}.isdisjoint(others), name_of(file)
 
 
+@pytest.mark.parametrize("folder", sorted((ROOT / "plugins").glob("*/")), ids=name_of)
+def test_a_plugin_imports_no_built_in_one_but_the_library_of_femto_data(folder: Path) -> None:
+    for file in sources(folder):
+        for name in imported(file.read_text()):
+            package, _, module = name.partition(".")
+            if package in ("femto_data", "femto_report", "femto_checkpoint"):
+                assert folder.name == "femto_sft", name_of(file)
+                assert package == "femto_data", name_of(file)
+                assert module not in ("", "plugin"), name_of(file)
+
+
+@pytest.mark.parametrize("file", sources(ROOT / "femto_data"), ids=name_of)
+def test_of_femto_data_only_the_plugin_has_hooks_and_nothing_else_imports_it(file: Path) -> None:
+    names = imported(file.read_text())
+    assert ("femto_core.hookspecs" in names) == (file.stem == "plugin")
+    assert "femto_data.plugin" not in names
+
+
 @pytest.mark.parametrize("file", shipped(), ids=name_of)
 def test_no_file_is_longer_than_one_sitting(file: Path) -> None:
     assert len(file.read_text(encoding="utf-8").splitlines()) <= MOST_LINES

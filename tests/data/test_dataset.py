@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from femto_core.errors import UserError
-from femto_data.dataset import FORMAT, PackedDataset, RowWriter, tokenizer_fingerprint
+from femto_data.dataset import FORMAT, PackedDataset, RowWriter
+from femto_data.tokenizer import tokenizer_fingerprint
 
 
 def write(file: Path, *parts: npt.NDArray[np.int64], seq_len: int = 4, vocab_size: int = 100) -> RowWriter:

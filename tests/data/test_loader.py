@@ -15,6 +15,8 @@ from femto_core.config import Config, make_config
 from femto_core.data import DistributedDataLoader, DistributedSampler, evaluation_batches, next_token_collator
 from femto_core.errors import UserError
 from femto_data.dataset import PackedDataset, RowWriter
+from femto_data.plugin import check_tokenizer
+from femto_data.tokenizer import tokenizer_fingerprint, train_tokenizer
 
 pytestmark = [
     # A loader's processes are forked, and newer Pythons warn about that wherever there are threads.
@@ -123,3 +125,20 @@ def test_fewer_rows_than_ranks_are_refused(ten: PackedDataset) -> None:
             shuffle=True,
             remainder="pad",
         )
+
+
+def test_rows_go_with_a_model_of_the_same_tokenizer_and_with_one_that_has_none(tmp_path: Path) -> None:
+    check_tokenizer(tmp_path, "0" * 16)
+    tokenizer = train_tokenizer(["some text"], 300)
+    tokenizer.save_pretrained(tmp_path)
+    check_tokenizer(tmp_path, tokenizer_fingerprint(tokenizer))
+    with pytest.raises(UserError, match="the data was written with another tokenizer"):
+        check_tokenizer(tmp_path, "0" * 16)
+
+
+def test_a_model_with_a_damaged_tokenizer_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    train_tokenizer(["some text"], 300).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=f"tokenizer {tmp_path} cannot be loaded") as caught:
+        check_tokenizer(tmp_path, "0" * 16)
+    assert "\n" not in str(caught.value)

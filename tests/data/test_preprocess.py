@@ -23,7 +23,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from femto_core.errors import UserError
-from femto_data.dataset import PackedDataset, tokenizer_fingerprint
+from femto_data.dataset import PackedDataset
+from femto_data.tokenizer import tokenizer_fingerprint
+from femto_data.workspace import Interrupted
 from tests.data.making import TEXTS, contents, decoded, jsonl, refusal, rows, run, sliced, stream, texts
 
 
@@ -228,7 +230,7 @@ def test_another_text_key(tmp_path: Path) -> None:
         ("garbage", "not valid JSON (Expecting value"),
         ("[" * 100_000, "not valid JSON"),
         ('{"text": ' + "9" * 5000 + "}", "'text' holds" if sys.version_info < (3, 10, 7) else "not valid JSON"),
-        (b'{"text": "a\xffb"}', "byte 12 is not valid UTF-8; mend or remove the line"),
+        (b'{"text": "a\xffb"}', "byte 12 is not valid UTF-8; every line must hold one JSON object in UTF-8"),
         ('["text"]', "holds a list, not a JSON object"),
         ('"text"', "holds a str, not a JSON object"),
         ('{"content": "a", "id": 1}', "no 'text' among the keys 'content', 'id'; name the text's by --text-key"),
@@ -377,19 +379,33 @@ def test_a_bad_row_of_a_hugging_face_dataset_is_refused_by_its_number(tmp_path: 
     assert refusal(tmp_path, "things").startswith("things, row 3: 'text' holds null, not text")
 
 
-@pytest.mark.parametrize("call", ["info", "load"])
-def test_a_hugging_face_dataset_that_cannot_be_reached_is_refused(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    def lost(*_: object, **__: object) -> None:
-        raise ConnectionError("Couldn't reach\nthe hub")
+LOST = (
+    "input someone/things is neither a file nor a directory, and the Hugging Face dataset of that name cannot be "
+    "reached or read (Couldn't reach the hub); check the spelling and the network"
+)
 
-    module, name = {"info": (huggingface_hub, "dataset_info"), "load": (datasets, "load_dataset")}[call]
-    monkeypatch.setattr(module, name, lost)
-    assert refusal(tmp_path, "someone/things") == (
-        "input someone/things is neither a file nor a directory, and the Hugging Face dataset of that name cannot be "
-        "reached or read (Couldn't reach the hub); check the spelling and the network"
-    )
+
+def lost(*_: object, **__: object) -> None:
+    raise ConnectionError("Couldn't reach\nthe hub")
+
+
+def test_a_hugging_face_dataset_that_cannot_be_reached_is_refused(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lost)
+    assert refusal(tmp_path, "someone/things") == LOST
+
+
+def test_a_hugging_face_dataset_that_is_lost_on_the_way_is_fetched_by_the_next_run(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", lost)
+        with pytest.raises(Interrupted) as caught:
+            run(tmp_path, "someone/things", seq_len=2)
+    assert str(caught.value) == f"{LOST}; what is done is kept: run it again, and it goes on"
+    assert run(tmp_path, "someone/things", seq_len=2).documents == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 # Tokenizers -----------------------------------------------------------------------------------------------------------

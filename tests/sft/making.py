@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from femto_core.errors import UserError
 from femto_data.tokenizer import train_tokenizer
-from femto_sft.cache import packed_rows
+from femto_sft.cache import PackedRows, packed_rows, report
 from femto_sft.conversation import Problem
 from femto_sft.encoder import make_encoder
 from femto_sft.formats import FORMATS, read_row, recognise
@@ -128,9 +128,17 @@ def section(folder: Path, *paths: Path | str, **settings: Any) -> SFTSection:
     return SFTSection(path=tuple(map(str, paths)), **{**defaults, **settings})
 
 
+def packed(folder: Path, *paths: Path | str, seq_len: int = 64, **settings: Any) -> PackedRows:
+    return packed_rows(section(folder, *paths, **settings), seq_len=seq_len, model="")
+
+
 def rows_of(folder: Path, *paths: Path | str, seq_len: int = 64, **settings: Any) -> ConversationRows:
-    directory = packed_rows(section(folder, *paths, **settings), seq_len=seq_len, model="")
-    return ConversationRows(directory, "train")
+    return ConversationRows(packed(folder, *paths, seq_len=seq_len, **settings).directory, "train")
+
+
+def log_of(rows: ConversationRows, *paths: Path | str) -> str:
+    """What a run says of rows that it found for `paths`."""
+    return "\n".join(report(PackedRows(rows.directory, tuple(map(str, paths)))))
 
 
 def refusal(folder: Path, *paths: Path | str, seq_len: int = 64, **settings: Any) -> str:

@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
+from femto_core.config import config_class, make_config
 from femto_core.errors import UserError
 from femto_core.testing import WorkerPool
-from femto_sft.cache import packed_rows
+from femto_sft.cache import make_rows, packed_rows, report
+from femto_sft.plugin import SupervisedFineTuning
 from femto_sft.rows import ConversationRows
 from femto_sft.section import SFTSection
+from femto_sft.sources import Source, find_sources
 from tests.sft import making
-from tests.sft.making import rows_of, section, talk, write_lines
+from tests.sft.making import packed, refusal, rows_of, section, talk, write_lines
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -29,9 +33,6 @@ def test_equal_inputs_give_equal_bytes_wherever_they_lie(tmp_path: Path) -> None
         found.append((rows.fingerprint, contents(rows.directory)))
     (first, files), (second, others) = found
     assert first == second
-    manifests = [json.loads(part.pop("manifest.json")) for part in (files, others)]
-    assert [m.pop("formats") is not None for m in manifests] == [True, True]
-    assert manifests[0] == manifests[1]
     assert files == others
 
 
@@ -66,6 +67,64 @@ def test_other_contents_of_the_same_file_are_seen(tmp_path: Path) -> None:
     assert rows_of(tmp_path, write_lines(file, talk(2))).fingerprint != before
 
 
+@pytest.mark.parametrize("library", ["transformers", "tokenizers"])
+def test_another_version_of_what_tokenises_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    file = write_lines(tmp_path / "a.jsonl", talk(1))
+    before = rows_of(tmp_path, file).fingerprint
+    monkeypatch.setattr(f"femto_sft.cache.{library}.__version__", "0.0.1")
+    assert rows_of(tmp_path, file).fingerprint != before
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_lines(tmp_path / "a.jsonl", talk(1))
+
+    def changing(*arguments: Any, **options: Any) -> None:
+        with file.open("a") as stream:
+            stream.write(json.dumps(talk(2)))
+        make_rows(*arguments, **options)
+
+    monkeypatch.setattr("femto_sft.cache.make_rows", changing)
+    assert refusal(tmp_path, file) == f"{file} was changed while it was read; run it again when nothing writes to it"
+
+
+def test_a_cache_that_is_complete_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_lines(tmp_path / "a.jsonl", talk(1))
+    first = rows_of(tmp_path, file)
+    monkeypatch.setattr("femto_data.once.FileLock", None)
+    assert rows_of(tmp_path, file).directory == first.directory
+
+
+def test_the_log_names_the_files_that_were_given_not_those_that_filled_the_cache(tmp_path: Path) -> None:
+    lines = (talk(1), "{", talk(2))
+    for name in ("old", "new"):
+        files = [write_lines(tmp_path / f"{name}{i}.jsonl", *lines[i:]) for i in range(2)]
+        found = packed(tmp_path, *files, malformed="skip")
+        log = "\n".join(report(found))
+        assert f"of {files[0]} (format messages, recognised by its keys), {files[1]} (format messages" in log
+        assert f"2 malformed rows skipped, the first of them {files[0]}, line 2: not valid JSON" in log
+    assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) == 1
+
+
+def test_a_run_reads_its_files_once_for_both_splits_and_the_next_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def counted(paths: tuple[str, ...], split: str) -> list[Source]:
+        asked.append(paths)
+        return find_sources(paths, split)
+
+    monkeypatch.setattr("femto_sft.cache.find_sources", counted)
+    settings = attrs.asdict(section(tmp_path, write_lines(tmp_path / "a.jsonl", talk(1))))
+    config = make_config(config_class({"sft": SFTSection}), {"sft": settings, "data": {"seq_len": 64}}, {})
+    plugin = SupervisedFineTuning()
+    for runs in (1, 2):
+        assert [len(plugin.femto_dataset(config, split)) for split in ("train", "held_out")] == [1, 0]
+        assert len(asked) == runs
+
+
 def test_processes_that_come_at_once_share_one_set_of_rows(tmp_path: Path, pool: WorkerPool) -> None:
     file = write_lines(tmp_path / "a.jsonl", *(talk(i) for i in range(500)))
     settings = section(tmp_path, file)
@@ -74,7 +133,7 @@ def test_processes_that_come_at_once_share_one_set_of_rows(tmp_path: Path, pool:
 
 
 def make(settings: SFTSection) -> str:
-    return str(packed_rows(settings, seq_len=64, model=""))
+    return str(packed_rows(settings, seq_len=64, model="").directory)
 
 
 def test_what_a_killed_run_left_is_swept(tmp_path: Path) -> None:

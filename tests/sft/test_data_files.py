@@ -13,11 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from femto_core.errors import UserError
-from femto_sft.cache import report
 from femto_sft.rows import ConversationRows, read_manifest
 from femto_sft.sources import find_sources
-from tests.sft.making import refusal, rows_of, said, texts, write_lines
+from tests.sft.making import log_of, refusal, rows_of, said, texts, write_lines
 
 YES = said(("user", "say yes"), ("assistant", "yes"))
 NO = said(("user", "say no"), ("assistant", "no"))
@@ -44,7 +42,7 @@ def test_every_format_is_recognised_by_its_keys_and_says_so(tmp_path: Path, row:
     rows = rows_of(tmp_path, write_lines(tmp_path / "a.jsonl", row))
     assert texts(rows) == [YES_TEXT]
     name = next(key for key in ("messages", "conversations", "instruction", "prompt") if key in row)
-    assert f"(format {name}, recognised by its keys)" in "\n".join(report(rows.directory))
+    assert f"(format {name}, recognised by its keys)" in log_of(rows, "a.jsonl")
 
 
 def test_a_format_can_be_said_instead(tmp_path: Path) -> None:
@@ -57,7 +55,7 @@ def test_instruction_and_input_make_one_question_and_system_goes_first(tmp_path:
     row = {"instruction": "say", "input": "yes", "output": "yes", "system": "be kind", "id": 3}
     rows = rows_of(tmp_path, write_lines(tmp_path / "a.jsonl", row), seq_len=128)
     assert texts(rows)[0].startswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nsay\n\nyes<|im_end|>")
-    assert "keys not read: id" in "\n".join(report(rows.directory))
+    assert "keys not read: id" in log_of(rows, "a.jsonl")
 
 
 def parquet(file: Path, *rows: dict[str, Any]) -> Path:
@@ -80,6 +78,17 @@ def saved(folder: Path, *rows: dict[str, Any]) -> Path:
     return folder
 
 
+def saved_splits(folder: Path, **splits: list[dict[str, Any]]) -> Path:
+    made = {name: datasets.Dataset.from_list(rows, split=name) for name, rows in splits.items()}
+    datasets.DatasetDict(made).save_to_disk(str(folder))
+    return folder
+
+
+def listed_behind_blank_lines(file: Path, *rows: dict[str, Any]) -> Path:
+    file.write_text("\ufeff\n  \n" + json.dumps(list(rows)))
+    return file
+
+
 def a_folder(folder: Path, *rows: dict[str, Any]) -> Path:
     folder.mkdir()
     write_lines(folder / "b.jsonl", rows[1])
@@ -95,6 +104,7 @@ def a_folder(folder: Path, *rows: dict[str, Any]) -> Path:
         (write_lines, "a.jsonl"),
         (zipped, "a.jsonl.gz"),
         (listed, "a.json"),
+        (listed_behind_blank_lines, "a.json"),
         (parquet, "a.parquet"),
         (saved, "saved"),
         (a_folder, "folder"),
@@ -106,6 +116,17 @@ def test_files_of_every_kind_hold_the_same_conversations(tmp_path: Path, write: 
     rows = rows_of(tmp_path, path, packing="pad")
     assert texts(rows) == [YES_TEXT, YES_TEXT.replace("yes", "no"), YES_TEXT]
     assert counts(rows)["read"] == counts(rows)["kept"] == 3
+
+
+def test_a_parquet_file_of_one_row_group_is_read_page_by_page(tmp_path: Path) -> None:
+    talks = [said(("user", "say yes"), ("assistant", f"{i} " * 2000)) for i in range(2048)]
+    options = {"use_dictionary": False, "compression": "none", "write_batch_size": 32}
+    pq.write_table(pa.Table.from_pylist(talks), tmp_path / "a.parquet", **options)
+    del talks
+    [source] = find_sources((str(tmp_path / "a.parquet"),), "train")
+    before = pa.total_allocated_bytes()
+    most = max(pa.total_allocated_bytes() - before for _ in source.lines())
+    assert most < (tmp_path / "a.parquet").stat().st_size / 2
 
 
 def test_a_hugging_face_name_is_asked_of_the_datasets_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +154,8 @@ def test_a_dataset_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: py
 FAULTS: dict[str, tuple[bytes | str | dict[str, Any], str]] = {
     "trailing data": (json.dumps(YES) + " {}", "line 2: trailing data after its object"),
     "invalid UTF-8": (b'{"messages": "\xff"}', "line 2: byte 15 is not valid UTF-8"),
-    "no JSON": ("messages: yes", "line 2: no JSON"),
-    "no object": ("[1, 2]", "line 2: holds a list, not an object"),
+    "no JSON": ("messages: yes", "line 2: not valid JSON (Expecting value"),
+    "no object": ("[1, 2]", "line 2: holds a list, not a JSON object"),
     "other keys": ({"text": "yes"}, "line 2: no 'messages' among its keys ('text')"),
     "no list": ({"messages": "yes"}, "line 2: 'messages' holds a str, not a list of turns"),
     "no turn": ({"messages": ["yes"]}, "line 2: messages[0] holds a str, not a turn"),
@@ -160,19 +181,18 @@ def test_a_malformed_line_is_refused_by_file_and_line(tmp_path: Path, line: Any,
 
 @pytest.mark.parametrize(("line", "words"), FAULTS.values(), ids=FAULTS)
 def test_or_skipped_counted_and_reported(tmp_path: Path, line: Any, words: str) -> None:
-    rows = rows_of(tmp_path, write_lines(tmp_path / "a.jsonl", YES, line, NO), malformed="skip")
+    file = write_lines(tmp_path / "a.jsonl", YES, line, NO)
+    rows = rows_of(tmp_path, file, malformed="skip")
     assert len(rows.documents(0)) == 2
     assert counts(rows)["malformed"] == 1
-    assert f"1 malformed rows skipped, the first of them {tmp_path}/a.jsonl, {words}" in "\n".join(
-        report(rows.directory)
-    )
+    assert f"1 malformed rows skipped, the first of them {file}, {words}" in log_of(rows, file)
 
 
 def test_an_empty_first_document_and_blank_lines_are_counted_not_crashed_on(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, write_lines(tmp_path / "a.jsonl", {"messages": []}, "", YES, "  ", "{}", NO, ""))
     found = counts(rows)
     assert (found["read"], found["blank"], found["nothing_to_learn"], found["kept"]) == (4, 3, 2, 2)
-    log = "\n".join(report(rows.directory))
+    log = log_of(rows, "a.jsonl")
     assert "2 conversations left out: nothing in them to learn" in log
     assert "3 blank lines skipped" in log
 
@@ -226,8 +246,23 @@ def test_paths_that_are_none_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_split_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    both = datasets.DatasetDict({"train": datasets.Dataset.from_list([YES])})
-    both.save_to_disk(str(tmp_path / "both"))
-    (tmp_path / "both" / "state.json").write_text("{}")
-    with pytest.raises(UserError, match="none of the splits"):
-        find_sources((str(tmp_path / "both"),), "test")
+    folder = saved_splits(tmp_path / "both", train=[YES], held=[NO])
+    assert f"sft.split = 'test' is none of the splits of {folder}: train, held" in refusal(
+        tmp_path, folder, split="test"
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_dataset_saved_with_its_splits_is_read_by_split(tmp_path: Path) -> None:
+    folder = saved_splits(tmp_path / "both", train=[YES, YES], held=[NO])
+    assert texts(rows_of(tmp_path, folder)) == [YES_TEXT] * 2
+    assert texts(rows_of(tmp_path, folder, split="held")) == [YES_TEXT.replace("yes", "no")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_split_of_a_dataset_saved_without_any_is_refused_unless_it_is_its_own(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", YES)
+    words = f"sft.split = 'test', but the dataset saved in {folder} has no splits; leave sft.split out"
+    assert refusal(tmp_path, folder, split="test") == words
+    own = saved_splits(tmp_path / "both", test=[YES]) / "test"
+    assert texts(rows_of(tmp_path, own, split="test")) == texts(rows_of(tmp_path, own)) == [YES_TEXT]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from femto_core.batch import IGNORE_INDEX, Batch
 from femto_core.data import DistributedDataLoader, DistributedSampler, evaluation_batches
-from femto_sft.cache import report
 from femto_sft.collator import collate
 from femto_sft.counts import Counts
 from femto_sft.prepare import cut, write_rows
@@ -23,7 +22,7 @@ from femto_sft.rows import ConversationRows, Row, read_manifest
 from femto_sft.section import SFTSection
 from femto_sft.tokens import Tokens
 from tests.sft import making
-from tests.sft.making import make_tokenizer, refusal, rows_of, said, talk, write_lines
+from tests.sft.making import log_of, make_tokenizer, refusal, rows_of, said, talk, write_lines
 
 
 def document(length: int, start: int = 0, trained: bool = True) -> Tokens:
@@ -105,7 +104,7 @@ def test_lengths_four_two_three_one_in_rows_of_three(
     counts = Counts()
     talks = [document(4, 10), document(2, 20), document(3, 30), document(1, 40)]
     settings = SFTSection(overlong=policy, held_out=0.0)
-    written = write_rows((("here", talk) for talk in talks), tmp_path, 3, settings, counts)
+    written = write_rows(iter(talks), tmp_path, 3, settings, counts)
     found = sorted(np.diff(np.fromfile(tmp_path / "starts", "<i8")).tolist())
     # The one of length 1 has no target, and is not among what is written.
     assert found == [length for length in lengths if length > 1]
@@ -113,7 +112,7 @@ def test_lengths_four_two_three_one_in_rows_of_three(
     assert counts.dropped == (policy != "split")
     assert counts.lost_tokens == lost
     assert written.files["tokens"] == sum(found)
-    assert any("over-long" in line for line in counts.lines(policy))
+    assert any("over-long" in line for line in counts.lines(policy, ["here"]))
 
 
 @given(st.integers(2, 20), st.integers(2, 99), st.integers(0, 2**32))
@@ -135,7 +134,7 @@ def test_truncation_cuts_behind_the_last_answer_that_fits(tmp_path: Path) -> Non
     [text] = making.texts(rows)
     assert text.endswith("<|im_end|>")
     assert 0 < text.count("<|im_start|>assistant") == text.count("<|im_end|>") // 2 < 9
-    assert "1 over-long conversations cut at a turn" in "\n".join(report(rows.directory))
+    assert "1 over-long conversations cut at a turn" in log_of(rows, "a.jsonl")
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
@@ -145,7 +144,7 @@ def test_a_long_question_and_a_short_answer_have_nothing_to_learn_in_a_short_row
     if overlong == "split":  # the last piece has the answer, and is all that is kept
         rows = rows_of(tmp_path, file, overlong=overlong)
         assert collate([rows[0]]).valid == 2, "yes and its end of turn"
-        assert "pieces without anything to learn left out" in "\n".join(report(rows.directory))
+        assert "pieces without anything to learn left out" in log_of(rows, file)
         return
     assert "1 over-long conversations" in refusal(tmp_path, file, overlong=overlong)
     rows = rows_of(tmp_path / "b", write_lines(tmp_path / "b.jsonl", long, talk(1)), overlong=overlong)

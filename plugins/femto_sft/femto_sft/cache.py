@@ -3,67 +3,56 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
+import tokenizers
+import transformers
 import xxhash
-from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
 
 from femto_core.errors import UserError
-
-# A library function of the core distribution, without hooks: what counts as the same tokenizer is said once.
-from femto_data.dataset import tokenizer_fingerprint
+from femto_data.once import made_once
+from femto_data.tokenizer import tokenizer_fingerprint, vocabulary_size
 from femto_sft.counts import Counts
 from femto_sft.encoder import Encoder, make_encoder
 from femto_sft.prepare import Reader, encode_all, write_rows
-from femto_sft.rows import MANIFEST, TOKENIZER
+from femto_sft.rows import MANIFEST, TOKENIZER, read_manifest
 from femto_sft.section import SFTSection
 from femto_sft.sources import Source, find_sources
-from femto_sft.tokenizer import load_tokenizer, vocabulary_size
+from femto_sft.tokenizer import load_tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_VERSION = 1
+_VERSION = 2
 """Raised whenever equal settings come to mean other rows, so that no old cache is taken for new."""
 
 
-def packed_rows(section: SFTSection, *, seq_len: int, model: str) -> Path:
-    """Return the directory of the rows that `section` describes, made by the first call.
+@attrs.frozen
+class PackedRows:
+    """Rows in the cache, for the sources that were asked for: copies of the ones they were made of, perhaps."""
+
+    directory: Path
+    names: tuple[str, ...]
+    """Of the sources."""
+
+
+def packed_rows(section: SFTSection, *, seq_len: int, model: str) -> PackedRows:
+    """Return the rows that `section` describes, made by the first call.
 
     Processes that call at once wait for the one that makes it; none of them reads what is not complete. Raises
-    `UserError` for anything about settings, tokenizer or data that does not do.
+    `UserError` for anything about settings, tokenizer or data that does not do, and for files that change meanwhile.
     """
     tokenizer = load_tokenizer(section.tokenizer, section.template, model)
     sources = find_sources(section.path, section.split)
     key = cache_key(section, sources, tokenizer, seq_len)
-    cache = Path(section.cache).expanduser()
-    directory = cache / key
-    lock = FileLock(cache / f"{key}.lock")
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        raise UserError(f"sft.cache = {cache} cannot be written ({error.strerror}); name another directory") from None
-    try:
-        if not directory.is_dir():
-            partial = cache / f"{key}.partial"  # under the lock, whatever is there was left by a run that was killed
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            try:
-                make_rows(partial, section, sources, tokenizer, seq_len=seq_len, key=key)
-                for file in partial.rglob("*"):
-                    _sync(file)
-                os.replace(partial, directory)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-    finally:
-        lock.release()
-    return directory
+
+    def make(directory: Path) -> None:
+        make_rows(directory, section, sources, tokenizer, seq_len=seq_len, key=key)
+        for source in sources:  # or the rows would be kept under the digest of something else
+            source.check_unchanged()
+
+    directory = made_once(Path(section.cache).expanduser() / key, "sft.cache", make)
+    return PackedRows(directory, tuple(source.name for source in sources))
 
 
 def cache_key(section: SFTSection, sources: list[Source], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> str:
@@ -72,7 +61,7 @@ def cache_key(section: SFTSection, sources: list[Source], tokenizer: PreTrainedT
     for name in ("path", "split", "cache", "tokenizer", "template"):
         del settings[name]
     decides = {
-        "version": _VERSION,
+        "versions": [_VERSION, tokenizers.__version__, transformers.__version__],
         "settings": settings,
         "plain": section.template == "none",
         "template": tokenizer.chat_template,
@@ -99,7 +88,8 @@ def make_rows(
     conversations = encode_all(reader.read(), encoder, counts, section)
     written = write_rows(conversations, directory, seq_len, section, counts)
     if not written.rows["train"]:
-        reasons = "; ".join(counts.lines(section.overlong)) or f"{counts.held_out:,} held out"
+        left_out = counts.lines(section.overlong, [source.name for source in sources])
+        reasons = "; ".join(left_out) or f"{counts.held_out:,} held out"
         raise UserError(
             f"nothing to train on: none of {counts.read:,} rows of {', '.join(section.path)} is left ({reasons})"
         )
@@ -123,31 +113,24 @@ def make_rows(
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def report(directory: Path) -> list[str]:
+def report(packed: PackedRows) -> list[str]:
     """Return the lines of a run's log that say what its rows are, and what was left out."""
-    manifest = json.loads((directory / MANIFEST).read_bytes())
+    manifest = read_manifest(packed.directory)
     counts = Counts(**manifest["counts"])
     by_keys = ", recognised by its keys" if manifest["recognised"] else ""
-    named = [f"{name} (format {kind}{by_keys})" for name, kind in manifest["formats"].items()]
+    kinds = zip(packed.names, manifest["formats"], strict=True)
+    named = [f"{name} (format {kind}{by_keys})" for name, kind in kinds if kind]
     more = f" and {len(named) - 3} more" if len(named) > 3 else ""
     ignored = f"; keys not read: {', '.join(manifest['ignored'])}" if manifest["ignored"] else ""
     share = counts.trained_tokens / max(1, counts.tokens)
     of_all = f"{counts.trained_tokens:,} of {counts.tokens:,} tokens ({share:.1%}) are trained"
     trained = f"train_on {manifest['train_on']}: {of_all}"
     rows, fill = manifest["rows"], manifest["fill"]
-    packed = f"{rows['train']:,} rows of {manifest['seq_len']}, {fill['train']:.2%} full"
+    filled = f"{rows['train']:,} rows of {manifest['seq_len']}, {fill['train']:.2%} full"
     held_out = f"{counts.held_out:,} conversations held out in {rows['held_out']:,} rows"
     return [
         f"{counts.read:,} conversations of {', '.join(named[:3])}{more}{ignored}",
         f"{manifest['how']}; {trained}",
-        f"packing {manifest['packing']}: {packed}; {held_out}",
-        *counts.lines(manifest["overlong"]),
+        f"packing {manifest['packing']}: {filled}; {held_out}",
+        *counts.lines(manifest["overlong"], packed.names),
     ]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

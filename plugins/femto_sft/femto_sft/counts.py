@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -32,12 +32,14 @@ class Counts:
     """Tokens that do not fit: of dropped conversations, behind a truncation, in lost pieces."""
     tokens: int = 0
     trained_tokens: int = 0
-    first_malformed: str = ""
+    first_malformed: tuple[int, str] = (0, "")
+    """Number of its source, and its place there with the reason."""
 
-    def lines(self, policy: str) -> Iterator[str]:
-        """Yield what was left out, and why, in sentences; nothing where all was kept."""
+    def lines(self, policy: str, names: Sequence[str]) -> Iterator[str]:
+        """Yield what was left out, and why, in sentences; nothing where all was kept. `names` are the sources'."""
         if self.malformed:
-            yield f"{self.malformed:,} malformed rows skipped, the first of them {self.first_malformed}"
+            source, rest = self.first_malformed
+            yield f"{self.malformed:,} malformed rows skipped, the first of them {names[source]}, {rest}"
         if self.nothing_to_learn:
             yield f"{self.nothing_to_learn:,} conversations left out: nothing in them to learn"
         if self.overlong:

@@ -42,8 +42,7 @@ def inspect_command(words: Sequence[str]) -> int:
     tokenizer = load_tokenizer(section.tokenizer, section.template, config.model.path)
     for text in conversations(section, tokenizer, config.data.seq_len, numbers):
         console.print(text)
-    directory = packed_rows(section, seq_len=config.data.seq_len, model=config.model.path)
-    for line in report(directory):
+    for line in report(packed_rows(section, seq_len=config.data.seq_len, model=config.model.path)):
         console.print(line)
     return 0
 

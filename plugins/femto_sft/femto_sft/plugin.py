@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from femto_core.cli import CommandRegistry
     from femto_core.config import Config
     from femto_core.data import Collator, Dataset
+    from femto_sft.cache import PackedRows
 
 
 LR = OptimSection().lr / 10
@@ -22,6 +23,10 @@ LR = OptimSection().lr / 10
 
 class SupervisedFineTuning:
     """Takes the seats of dataset and collator, and adds `femto sft-inspect`."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[SFTSection, int, str], PackedRows] = {}
+        """The run's rows, under what they were asked for with."""
 
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[SFTSection]]:
@@ -57,11 +62,15 @@ class SupervisedFineTuning:
         from femto_sft.cache import packed_rows, report
         from femto_sft.rows import ConversationRows
 
-        directory = packed_rows(config.section(SFTSection), seq_len=config.data.seq_len, model=config.model.path)
+        section, seq_len, model = wanted = config.section(SFTSection), config.data.seq_len, config.model.path
+        # Both splits are made of what the files hold when a run begins, which is found out by reading them whole.
+        if split == "train" or wanted not in self._packed:
+            self._packed = {wanted: packed_rows(section, seq_len=seq_len, model=model)}
+        packed = self._packed[wanted]
         if split == "train" and (not dist.is_initialized() or dist.get_rank() == 0):
-            for line in [*report(directory), *advice(config)]:
+            for line in [*report(packed), *advice(config)]:
                 print(f"sft      {line}", flush=True)
-        return ConversationRows(directory, split)
+        return ConversationRows(packed.directory, split)
 
     @hookimpl
     def femto_collator(self) -> Collator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
@@ -30,8 +31,18 @@ _TOGETHER = 256  # conversations that are encoded at once
 class Found:
     """A conversation with its place, or what is wrong there."""
 
-    where: str
+    source: int
+    """Number of its source."""
+    name: str
+    """Of its source."""
+    place: str
+    """In its source."""
     conversation: Conversation | Problem
+
+    @property
+    def where(self) -> str:
+        """As it is said to people."""
+        return f"{self.name}, {self.place}"
 
 
 @attrs.define
@@ -41,45 +52,45 @@ class Reader:
     sources: Sequence[Source]
     format: str
     counts: Counts
-    formats: dict[str, str] = attrs.field(factory=dict)
-    """Format of each source that was read, by its name."""
+    formats: list[str] = attrs.field(factory=list)
+    """Format of each source that was read; empty for one without rows."""
     ignored: set[str] = attrs.field(factory=set)
     """Keys of first rows that nothing is done with."""
 
     def read(self) -> Iterator[Found]:
         """Yield everything but blank lines. Raises `UserError` for a source in no known format."""
-        for source in self.sources:
+        for number, source in enumerate(self.sources):
+            self.formats.append("")
             format: Format | None = None  # noqa: A001 - it is what is meant
             for line in source.lines():
+                found = functools.partial(Found, number, source.name, line.place)
                 if line.row is None:
                     self.counts.blank += 1
                     continue
                 if isinstance(line.row, Problem):
-                    yield Found(line.where, line.row)
+                    yield found(line.row)
                     continue
                 if not line.row:  # an empty object says nothing about the format
-                    yield Found(line.where, Conversation(()))
+                    yield found(Conversation(()))
                     continue
                 if format is None:
                     format = FORMATS[self.format] if self.format != "auto" else recognise(line.row)  # noqa: A001
                     if format is None:
                         known = "; ".join(f"{f.name}: {' and '.join(f.keys)}" for f in FORMATS.values())
                         raise UserError(
-                            f"{line.where}: the keys {', '.join(map(repr, line.row))} are those of no known format "
-                            f"({known}); rename them, or say which it is with sft.format"
+                            f"{source.name}, {line.place}: the keys {', '.join(map(repr, line.row))} are those of no "
+                            f"known format ({known}); rename them, or say which it is with sft.format"
                         )
-                    self.formats[source.name] = format.name
+                    self.formats[-1] = format.name
                     self.ignored |= {str(key) for key in line.row} - {*format.keys, *format.more}
                 try:
-                    yield Found(line.where, read_row(line.row, format))
+                    yield found(read_row(line.row, format))
                 except NoConversation as error:
-                    yield Found(line.where, Problem(str(error)))
+                    yield found(Problem(str(error)))
 
 
-def encode_all(
-    found: Iterator[Found], encoder: Encoder, counts: Counts, section: SFTSection
-) -> Iterator[tuple[str, Tokens]]:
-    """Yield (where, tokens) of every usable conversation. Raises `UserError` for another, unless those are skipped."""
+def encode_all(found: Iterator[Found], encoder: Encoder, counts: Counts, section: SFTSection) -> Iterator[Tokens]:
+    """Yield the tokens of every usable conversation. Raises `UserError` for another, unless those are skipped."""
     while together := list(itertools.islice(found, _TOGETHER)):
         # A conversation without turns is no template's business: it just has nothing to learn.
         usable = [c for f in together if isinstance(c := f.conversation, Conversation) and c.turns]
@@ -91,10 +102,11 @@ def encode_all(
             if isinstance(tokens, Problem):
                 if section.malformed == "refuse":
                     raise UserError(f"{one.where}: {tokens.reason}; mend it, or --sft.malformed skip")
+                if not counts.malformed:
+                    counts.first_malformed = one.source, f"{one.place}: {tokens.reason}"
                 counts.malformed += 1
-                counts.first_malformed = counts.first_malformed or f"{one.where}: {tokens.reason}"
             elif isinstance(tokens, Tokens) and tokens.learnable:
-                yield one.where, tokens
+                yield tokens
             else:
                 counts.nothing_to_learn += 1
 
@@ -130,14 +142,14 @@ class Written:
 
 
 def write_rows(
-    conversations: Iterator[tuple[str, Tokens]], directory: Path, seq_len: int, section: SFTSection, counts: Counts
+    conversations: Iterator[Tokens], directory: Path, seq_len: int, section: SFTSection, counts: Counts
 ) -> Written:
     """Write the rows of all `conversations` into `directory`, in memory bounded but for a few numbers a document."""
     lengths: list[int] = []
     members: dict[str, list[int]] = {split: [] for split in SPLITS}
     with contextlib.ExitStack() as stack:
         streams = {name: stack.enter_context((directory / name).open("wb")) for name in ("tokens", "trained")}
-        for _, tokens in conversations:
+        for tokens in conversations:
             documents = cut(tokens, seq_len, section, counts)
             if not documents:
                 continue

@@ -17,7 +17,7 @@ class SFTSection:
     """Files (.jsonl, .ndjson, .json, each also .gz and .zst; .parquet), directories of such files or of a saved
     dataset, and Hugging Face datasets (NAME or NAME:CONFIG), read in this order."""
     split: str = "train"
-    """Which split of Hugging Face datasets is read."""
+    """Which split of Hugging Face datasets, saved ones too, is read."""
     format: Literal["auto", "messages", "conversations", "instruction", "prompt"] = "auto"
     """Keys of a row: messages (role, content), conversations (from, value), instruction (input, output), prompt
     (completion); auto: recognised by them, for each file by its first row."""

@@ -1,4 +1,4 @@
-"""Rows out of files and Hugging Face datasets, one after another, each with its file and line.
+"""Rows out of files and Hugging Face datasets, one after another, each with its place.
 
 Local JSON and Parquet files are read here rather than by the datasets library: that one makes all rows of a file fit
 one schema, and cannot tell which line is wrong.
@@ -6,35 +6,40 @@ one schema, and cannot tell which line is wrong.
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import io
 import json
-import re
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import attrs
-import pyarrow as pa
-import pyarrow.parquet as pq
-import xxhash
 
 from femto_core.errors import UserError
+from femto_data.files import (
+    JSON_LINES,
+    PARQUET,
+    SourceFile,
+    digest_file,
+    json_lines,
+    json_object,
+    may_be_on_the_hub,
+    open_packed,
+    open_parquet,
+)
 from femto_sft.conversation import Problem
+from femto_sft.section import SFTSection
 
-JSON = tuple(kind + packed for packed in ("", ".gz", ".zst") for kind in (".jsonl", ".ndjson", ".json"))
-KNOWN = (*JSON, ".parquet")
-_SAVED = ("dataset_info.json", "state.json")  # what datasets' save_to_disk writes
-_HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?"
+KNOWN = (*JSON_LINES, PARQUET)
+_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")  # what datasets' save_to_disk writes
+_TOGETHER = 256  # rows of a Parquet file
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @attrs.frozen
 class Line:
     """One row, or what is wrong with it; `row` is None on a blank line."""
 
-    where: str
+    place: str
+    """In its source."""
     row: Mapping[str, Any] | Problem | None
 
 
@@ -45,18 +50,26 @@ class Source:
     name: str
     digest: str
     """Changes whenever the contents do."""
-    file: Path | None = None
+    file: SourceFile | None = None
     dataset: Any = None
 
     def lines(self) -> Iterator[Line]:
         """Yield the rows in order. Raises `UserError` for a file that ends too early, or is in no known format."""
         if self.file is None:
             for number, row in enumerate(self.dataset, 1):
-                yield Line(f"{self.name}, row {number}", row)
-        elif self.file.name.lower().endswith(".parquet"):
-            yield from _parquet(self.file)
+                yield Line(f"row {number}", row)
+        elif self.file.path.name.lower().endswith(PARQUET):
+            yield from _parquet(self.file.path)
+        elif _begins_as_list(self.file.path):
+            yield from _list(self.file.path)
         else:
-            yield from _json(self.file)
+            for number, found in json_lines(self.file.path):
+                yield Line(f"line {number}", _row(found))
+
+    def check_unchanged(self) -> None:
+        """Raise `UserError` if the file has been written to since its digest was taken."""
+        if self.file is not None:
+            self.file.check_unchanged()
 
 
 def find_sources(paths: tuple[str, ...], split: str) -> list[Source]:
@@ -77,20 +90,14 @@ def _find(name: str, split: str) -> list[Source]:
         if not files:
             raise UserError(f"sft.path: directory {name} has no file that ends in one of {', '.join(KNOWN)}")
         return [_file(file) for file in files]
-    if name.lower().endswith(KNOWN) or not re.fullmatch(_HUB_NAME, name):
+    if not may_be_on_the_hub(name, KNOWN):
         raise UserError(f"sft.path: {name} does not exist; check its spelling")
     return [_hub(name, split)]
 
 
 def _file(path: Path) -> Source:
-    digest = xxhash.xxh3_128()
-    try:
-        with path.open("rb") as stream:
-            while block := stream.read(2**20):
-                digest.update(block)
-    except OSError as error:
-        raise UserError(f"sft.path: {path} cannot be read ({error.strerror}); make it readable") from None
-    return Source(str(path), digest.hexdigest(), file=path)
+    file = digest_file(path)
+    return Source(str(path), file.sha256, file=file)
 
 
 def _saved(path: Path, split: str) -> Source:
@@ -104,6 +111,8 @@ def _saved(path: Path, split: str) -> Source:
         if split not in dataset:
             raise UserError(f"sft.split = {split!r} is none of the splits of {path}: {', '.join(dataset)}")
         dataset = dataset[split]
+    elif split not in (SFTSection().split, str(dataset.split)):
+        raise UserError(f"sft.split = {split!r}, but the dataset saved in {path} has no splits; leave sft.split out")
     return Source(str(path), f"{dataset._fingerprint}", dataset=dataset)
 
 
@@ -121,39 +130,16 @@ def _hub(name: str, split: str) -> Source:
     return Source(name, f"{dataset._fingerprint}", dataset=dataset)
 
 
-@contextlib.contextmanager
-def _open(file: Path) -> Iterator[IO[bytes]]:
-    suffix = file.suffix.lower()
-    if suffix == ".zst":
-        with pa.input_stream(str(file), compression="zstd") as raw, io.BufferedReader(raw, 2**18) as stream:
-            yield stream
-    else:
-        with gzip.open(file, "rb") if suffix == ".gz" else file.open("rb") as stream:
-            yield stream  # type: ignore[misc]
+def _begins_as_list(file: Path) -> bool:
+    """Whether the first thing in `file` is a bracket: then its rows are the items of one list."""
+    with open_packed(file) as stream:
+        lines = (line.removeprefix(_BYTE_ORDER_MARK).lstrip() for line in stream)
+        return next((line for line in lines if line), b"").startswith(b"[")
 
 
-def _json(file: Path) -> Iterator[Line]:
-    """Yield the rows of an object a line; or, where the file begins with a bracket, the items of one list."""
-    try:
-        with _open(file) as stream:
-            for number, line in enumerate(stream, 1):
-                if number == 1 and line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-                    yield from _list(file, line + stream.read())
-                    return
-                where = f"{file}, line {number}"
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                    yield Line(where, _object(json.loads(text)) if text.strip() else None)
-                except UnicodeDecodeError as error:
-                    yield Line(where, Problem(f"byte {error.start + 1} is not valid UTF-8"))
-                except (ValueError, RecursionError) as error:
-                    extra = "Extra data" in str(error)
-                    yield Line(where, Problem("trailing data after its object" if extra else f"no JSON ({error})"))
-    except (EOFError, zlib.error, OSError) as error:
-        raise UserError(f"{file} cannot be read to its end ({error}); copy it again") from error
-
-
-def _list(file: Path, data: bytes) -> Iterator[Line]:
+def _list(file: Path) -> Iterator[Line]:
+    with open_packed(file) as stream:
+        data = stream.read()
     try:
         items = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -164,23 +150,20 @@ def _list(file: Path, data: bytes) -> Iterator[Line]:
             f"{file} begins as a list, but is no JSON ({error}); mend it, or write an object a line"
         ) from None
     for number, item in enumerate(items, 1):
-        yield Line(f"{file}, item {number}", _object(item))
-
-
-def _object(value: object) -> Mapping[str, Any] | Problem:
-    return value if isinstance(value, dict) else Problem(f"holds a {type(value).__name__}, not an object")
+        yield Line(f"item {number}", _row(json_object(item)))
 
 
 def _parquet(file: Path) -> Iterator[Line]:
     number = 0
-    try:
-        with pq.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Line(f"{file}, row {number}", row)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file} cannot be read as Parquet ({error}); copy it again") from error
+    with open_parquet(file) as table:
+        for batch in table.iter_batches(batch_size=_TOGETHER):
+            for row in batch.to_pylist():
+                number += 1
+                yield Line(f"row {number}", row)
+
+
+def _row(found: dict[str, Any] | str | None) -> Mapping[str, Any] | Problem | None:
+    return Problem(found) if isinstance(found, str) else found
 
 
 def _words(error: Exception) -> str:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from femto_core.errors import UserError
-
-# A library function of the core distribution, without hooks: what counts as the same tokenizer is said once.
-from femto_data.dataset import tokenizer_fingerprint
+from femto_data.tokenizer import load_tokenizer as load_any_tokenizer
+from femto_data.tokenizer import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,8 +29,6 @@ def load_tokenizer(name: str, template: str, model: str) -> PreTrainedTokenizerB
                 f"sft.tokenizer = {name!r} ({ours}) is another tokenizer than the one the model was trained with, in "
                 f"{model} ({theirs}); leave sft.tokenizer empty"
             )
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer {name or model} has no EOS token; set its eos_token and save it again")
     if template not in ("", PLAIN):
         tokenizer.chat_template = read_template(template)
     if template != PLAIN and not tokenizer.chat_template:
@@ -61,21 +58,8 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset({*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)})
 
 
-def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return one more than the largest id, which gaps in the vocabulary make larger than the number of tokens."""
-    return max(tokenizer.get_vocab().values()) + 1
-
-
 def _load(name: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        raise UserError(
-            f"the tokenizer {name} cannot be loaded ({' '.join(str(error).split())[:200]}); give a directory that "
-            "save_pretrained wrote, or a Hugging Face name while there is a network"
-        ) from error
+    tokenizer = load_any_tokenizer(name)
     if not tokenizer.is_fast:
         raise UserError(f"the tokenizer {name} has no fast version, which finding the assistant's tokens needs")
     return tokenizer
