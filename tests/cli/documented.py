@@ -53,7 +53,7 @@ class Small:
 
 
 def execute(words: Sequence[str], cwd: Path, *, data: str, processes: int = 1) -> tuple[list[int | None], str]:
-    """Run `femto WORDS` in `cwd` on `processes` ranks, small, on the rows `data`; return exit codes and what was said."""
+    """Run `femto WORDS` in `cwd` on `processes` ranks, small, on rows `data`; return exit codes and what was said."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
