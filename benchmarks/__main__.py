@@ -66,8 +66,8 @@ PAIRS = {
     "combinations": [
         (Entry("femto+bf16+tp+tp.size=2", ranks=4), Entry("fsdp2-tp", ranks=4)),
         (Entry("femto+bf16+zero3+tp+tp.size=2", ranks=4), Entry("fsdp2-tp", ranks=4)),
-        (Entry("femto+bf16+pp+pp.size=2", ranks=4), Entry("torch-1f1b-ddp", ranks=4)),
-        (Entry("femto+bf16+zero2+pp+pp.size=2", ranks=4), Entry("torch-1f1b-ddp", ranks=4)),
+        (Entry("femto+bf16+pp+pp.size=2", ranks=4), Entry("torch-1f1b-fsdp2", ranks=4)),
+        (Entry("femto+bf16+zero2+pp+pp.size=2", ranks=4), Entry("torch-1f1b-fsdp2", ranks=4)),
         (Entry("femto+bf16+tp+pp+tp.size=2+pp.size=2", ranks=4), Entry("torch-1f1b-tp", ranks=4)),
     ],
 }

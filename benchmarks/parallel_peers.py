@@ -27,7 +27,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers import Step, build, loss_of, micro_batches
 from benchmarks.workload import Workload
@@ -182,20 +181,25 @@ class PipelinePart(torch.nn.Module):
 
 
 def torch_pipeline(workload: Workload, schedule: Any, *, chunks: int = 1, other: str = "") -> Step:
-    """torch.distributed.pipelining with one of its schedules; on 2 x 2 ranks with `other`, "ddp" or "tp", beside it."""
+    """torch.distributed.pipelining with one of its schedules; on 2 x 2 ranks with `other`, "fsdp" or "tp", beside it.
+
+    (DistributedDataParallel fails under it: its buckets do not take two forwards before a backward.)
+    """
     world = dist.get_world_size()
     beside = 2 if other else 1
     mesh = init_device_mesh(pick_device().type, (world // beside, beside), mesh_dim_names=("pp", "other"))
     rank, size = mesh.get_local_rank("pp"), world // beside
-    full = build(workload, torch.bfloat16)
+    full = build(workload, torch.float32 if other == "fsdp" else torch.bfloat16)
     numbers = [rank + size * chunk for chunk in range(chunks)]
     if other == "tp":
         cut(full, mesh["other"])
     parts: list[Any] = [PipelinePart(full, number, size * chunks) for number in numbers]
+    if other == "fsdp":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for module in [module for part in parts for module in (*part.layers, part)]:
+            fully_shard(module, mesh=mesh["other"], mp_policy=policy, reshard_after_forward=False)
     parameters = [parameter for part in parts for parameter in part.parameters()]
     optimizer = MasterAdamW(parameters, workload.lr, sums_over=mesh.get_group("pp"))
-    if other == "ddp":
-        parts = [DistributedDataParallel(part, process_group=mesh.get_group("other")) for part in parts]
 
     def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -205,11 +209,11 @@ def torch_pipeline(workload: Workload, schedule: Any, *, chunks: int = 1, other:
         for part, number in zip(parts, numbers, strict=True)
     ]
     runner = schedule(stages if chunks > 1 else stages[0], n_microbatches=workload.accumulation, loss_fn=loss_fn)
-    ddp_rank, ddp_size = (mesh.get_local_rank("other"), 2) if other == "ddp" else (0, 1)
+    dp_rank, dp_size = (mesh.get_local_rank("other"), 2) if other == "fsdp" else (0, 1)
 
     def shares() -> Iterator[torch.Tensor]:
         for rows in workload.steps_of_rows():
-            yield rows.chunk(ddp_size)[ddp_rank].to(pick_device())
+            yield rows.chunk(dp_size)[dp_rank].to(pick_device())
 
     stream = shares()
 
@@ -234,7 +238,7 @@ MODEL_PARALLEL: dict[str, Callable[[Workload], Step]] = {
     "dtensor-sp": lambda workload: dtensor_tp(workload, sequence=True),
     "fsdp2-tp": fsdp2_tp,
     "torch-1f1b": lambda workload: torch_pipeline(workload, Schedule1F1B),
-    "torch-1f1b-ddp": lambda workload: torch_pipeline(workload, Schedule1F1B, other="ddp"),
+    "torch-1f1b-fsdp2": lambda workload: torch_pipeline(workload, Schedule1F1B, other="fsdp"),
     "torch-1f1b-tp": lambda workload: torch_pipeline(workload, Schedule1F1B, other="tp"),
     "torch-interleaved": lambda workload: torch_pipeline(workload, ScheduleInterleaved1F1B, chunks=2),
     "torch-zb": lambda workload: torch_pipeline(workload, ScheduleInterleavedZeroBubble, chunks=2),
