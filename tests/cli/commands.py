@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -75,6 +76,16 @@ def forked(
             process.kill()
         texts = [[file.read_text(encoding="utf-8", errors="replace") for file in pair] for pair in outputs]
     return [Finished(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
+
+
+def world(size: int) -> list[dict[str, str]]:
+    """Return what torchrun sets for each of `size` ranks of a world on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    all_alike = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = [{**all_alike, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
+    return [{name: str(value) for name, value in place.items()} for place in places]
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:

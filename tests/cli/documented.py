@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from femto_core.hookspecs import hookimpl
-from tests.cli.commands import forked
+from tests.cli.commands import forked, world
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -54,14 +53,7 @@ class Small:
 
 def execute(words: Sequence[str], cwd: Path, *, data: str, processes: int = 1) -> tuple[list[int | None], str]:
     """Run `femto WORDS` in `cwd` on `processes` ranks, small, on rows `data`; return exit codes and what was said."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     home = {"HOME": str(cwd), "PYTHONPATH": os.pathsep.join([str(cwd), os.environ.get("PYTHONPATH", "")])}
-    envs = [home]
-    if processes > 1:
-        sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **sizes}
-        envs = [{**home, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    envs = [{**home, **place} for place in (world(processes) if processes > 1 else [{}])]
     ended = forked(words, cwd, envs, {"small": Small(data)})
     return [one.code for one in ended], "".join(one.out + one.err for one in ended)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import TINY_FLAGS, install_plugin
+from tests.cli.commands import TINY_FLAGS, femto, install_plugin
 
 DIES_ONCE = """
 import os
@@ -92,3 +92,7 @@ def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_later(
     done = metrics(tmp_path / "runs" / "r")[-1][0]
     saved = [p.name for p in (tmp_path / "runs" / "r" / "checkpoints").glob("step-*")]
     assert saved == [f"step-{done}"]
+    later = [*flags, "--optim.schedule", "constant", "--run.name", "r", "--train.stop-after", str(done + 2)]
+    resumed = femto([*later, "--checkpoint.resume", "auto"], tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert [step for step, *_ in metrics(tmp_path / "runs" / "r")] == list(range(1, done + 3))

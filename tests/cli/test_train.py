@@ -18,7 +18,7 @@ from femto_core.config import Config, make_config, read_toml
 from femto_core.errors import UserError
 from femto_core.plugins import hook_names
 from femto_core.sections import CheckpointSection, RunSection
-from tests.cli.commands import TINY_FLAGS, femto, install_plugin
+from tests.cli.commands import TINY_FLAGS, femto, forked, install_plugin, world
 
 
 def test_a_run_leaves_all_that_it_promises(dataset: Path, tmp_path: Path) -> None:
@@ -187,9 +187,16 @@ DIES_ON_RANK_1 = FAILS_ON_RANK_1.replace('raise ArithmeticError("rank one has ha
 
 
 def test_one_rank_that_is_killed_ends_the_other(dataset: Path, tmp_path: Path) -> None:
-    environment = install_plugin(tmp_path / "site", "dies", DIES_ON_RANK_1)
-    done = femto([*TINY_FLAGS, "--data.path", str(dataset), "--plugins", "dies"], tmp_path, environment, processes=2)
-    assert done.code != 0
+    """Nobody else ends it: torchrun would."""
+    plugin = install_plugin(tmp_path / "site", "dies", DIES_ON_RANK_1)
+    flags = [*TINY_FLAGS, "--data.path", str(dataset), "--plugins", "dies"]
+    start = time.monotonic()
+    left, killed = forked(flags, tmp_path, [{**plugin, **place} for place in world(2)])
+    assert time.monotonic() - start < 60, "start-up included"
+    assert killed.code == -9
+    assert left.code == 1
+    assert "rank 0 lost contact with another rank" in left.err
+    assert "Traceback" not in left.err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a second pseudo-terminal")

@@ -42,7 +42,7 @@ Values = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def one_process(pool: WorkerPool) -> Callable[..., Record]:
+def whole_batches(pool: WorkerPool) -> Callable[..., Record]:
     """Train in one process on whole global batches; each setting once for the module."""
     known: dict[str, Record] = {}
 
@@ -72,10 +72,10 @@ def split(pool: WorkerPool, dp: int, micro_batch: int, values: Values, task: Ran
 
 @pytest.mark.parametrize(("dp", "micro_batch"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
 def test_any_split_of_a_global_batch_trains_alike(
-    pool: WorkerPool, one_process: Callable[..., Record], dp: int, micro_batch: int
+    pool: WorkerPool, whole_batches: Callable[..., Record], dp: int, micro_batch: int
 ) -> None:
     task = RandomTask(documents=3)
-    assert worst_difference(one_process(model(), task), split(pool, dp, micro_batch, model(), task)) < BOUND
+    assert worst_difference(whole_batches(model(), task), split(pool, dp, micro_batch, model(), task)) < BOUND
 
 
 @pytest.mark.one_in(3)
@@ -83,10 +83,10 @@ def test_any_split_of_a_global_batch_trains_alike(
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_alike_on_four_ranks(
-    pool: WorkerPool, one_process: Callable[..., Record], family: str, tied: bool, documents: int
+    pool: WorkerPool, whole_batches: Callable[..., Record], family: str, tied: bool, documents: int
 ) -> None:
     values, task = model(family, tied), RandomTask(documents=documents)
-    one = one_process(values, task)
+    one = whole_batches(values, task)
     assert worst_difference(one, split(pool, 4, 1, values, task)) < BOUND
     assert ("lm_head.weight" in one.weights) is not tied
 
@@ -94,10 +94,10 @@ def test_every_family_trains_alike_on_four_ranks(
 @pytest.mark.parametrize("masked", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("dp", [2, 4])
 def test_ranks_with_unequal_numbers_of_targets_train_alike(
-    pool: WorkerPool, one_process: Callable[..., Record], dp: int, masked: float
+    pool: WorkerPool, whole_batches: Callable[..., Record], dp: int, masked: float
 ) -> None:
     task = RandomTask(masked=masked)
-    assert worst_difference(one_process(model(), task), split(pool, dp, 1, model(), task)) < BOUND
+    assert worst_difference(whole_batches(model(), task), split(pool, dp, 1, model(), task)) < BOUND
 
 
 def test_one_label_here_and_seven_there_weigh_as_eight(pool: WorkerPool) -> None:
@@ -159,9 +159,9 @@ def test_all_ranks_hold_the_same_bits(pool: WorkerPool, dtype: str) -> None:
                 assert torch.equal(gradient, parts[0]["gradients"][step][name]), name
 
 
-def test_the_matrix_of_settings_reaches_what_it_means_to_reach(one_process: Callable[..., Record]) -> None:
+def test_the_matrix_of_settings_reaches_what_it_means_to_reach(whole_batches: Callable[..., Record]) -> None:
     """Clipped and unclipped steps, and a gradient in every parameter: else the other tests compare zeros."""
-    one = one_process(model(tied=False), RandomTask(documents=3))
+    one = whole_batches(model(tied=False), RandomTask(documents=3))
     clip = 1.0  # the default
     assert min(one.norms) < clip < max(one.norms)
     assert all(gradient.abs().max() > 0 for step in one.gradients for gradient in step.values())
@@ -466,17 +466,17 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{type(fault).__name__} {getattr(fault, 'hidden', '')}")
-def test_a_fault_is_seen(pool: WorkerPool, one_process: Callable[..., Record], fault: RandomTask) -> None:
-    assert is_seen(pool, one_process(model(), RandomTask()), fault)
+def test_a_fault_is_seen(pool: WorkerPool, whole_batches: Callable[..., Record], fault: RandomTask) -> None:
+    assert is_seen(pool, whole_batches(model(), RandomTask()), fault)
 
 
-def test_attention_across_documents_is_seen(pool: WorkerPool, one_process: Callable[..., Record]) -> None:
-    assert is_seen(pool, one_process(model(), RandomTask(documents=3)), IgnoresDocuments(documents=3))
+def test_attention_across_documents_is_seen(pool: WorkerPool, whole_batches: Callable[..., Record]) -> None:
+    assert is_seen(pool, whole_batches(model(), RandomTask(documents=3)), IgnoresDocuments(documents=3))
 
 
-def test_the_bases_of_the_faults_have_none(pool: WorkerPool, one_process: Callable[..., Record]) -> None:
+def test_the_bases_of_the_faults_have_none(pool: WorkerPool, whole_batches: Callable[..., Record]) -> None:
     """Else the tests above would see the base, not the fault."""
-    one = one_process(model(), RandomTask())
+    one = whole_batches(model(), RandomTask())
     assert not is_seen(pool, one, Faulty())
     assert not is_seen(pool, one, ScheduleFault())
     assert not is_seen(pool, one, SkipsAParameter(hidden="no such parameter"))

@@ -38,7 +38,7 @@ def large_pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="module")
-def one_process(pool: WorkerPool) -> Callable[..., Record]:
+def whole_batches(pool: WorkerPool) -> Callable[..., Record]:
     """Train a case's problem in one process on whole global batches; each problem once."""
     known: dict[tuple[bool, bool, int], Record] = {}
 
@@ -62,18 +62,20 @@ def test_every_pair_and_every_triple_of_schedule_stage_and_tensor_parallelism_is
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_a_combination_trains_as_one_process(pool: WorkerPool, one_process: Callable[..., Record], case: Case) -> None:
+def test_a_combination_trains_as_one_process(
+    pool: WorkerPool, whole_batches: Callable[..., Record], case: Case
+) -> None:
     several = assemble(pool.run(case.ranks, train, case))
-    assert not (found := what_differs(one_process(case), several)), f"{case}: {found}"
+    assert not (found := what_differs(whole_batches(case), several)), f"{case}: {found}"
 
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_a_combination_of_three_axes_trains_as_one_process(
-    large_pool: WorkerPool, one_process: Callable[..., Record], case: Case
+    large_pool: WorkerPool, whole_batches: Callable[..., Record], case: Case
 ) -> None:
     several = assemble(large_pool.run(8, train, case))
-    assert not (found := what_differs(one_process(case), several)), f"{case}: {found}"
+    assert not (found := what_differs(whole_batches(case), several)), f"{case}: {found}"
 
 
 @pytest.mark.slow
@@ -82,13 +84,13 @@ def test_a_combination_of_three_axes_trains_as_one_process(
 @pytest.mark.parametrize("zero", AXES["zero"])
 @pytest.mark.parametrize("schedule", AXES["schedule"])
 def test_the_full_product(
-    large_pool: WorkerPool, one_process: Callable[..., Record], schedule: str, zero: int, tp: str, dp: int
+    large_pool: WorkerPool, whole_batches: Callable[..., Record], schedule: str, zero: int, tp: str, dp: int
 ) -> None:
     """All 8640 cases take hours."""
     for case in all_cases():
         if (case.schedule, case.zero, case.tp, case.dp) == (schedule, zero, tp, dp):
             several = assemble(large_pool.run(case.ranks, train, case))
-            assert not (found := what_differs(one_process(case), several)), f"{case}: {found}"
+            assert not (found := what_differs(whole_batches(case), several)), f"{case}: {found}"
 
 
 PLAIN = Case(schedule="none", zero=0, tp="none", dp=2, sac="none", tied=True, packed=True, rows=1, masters=False)
@@ -108,10 +110,10 @@ PLAIN = Case(schedule="none", zero=0, tp="none", dp=2, sac="none", tied=True, pa
     ],
     ids=str,
 )
-def test_a_fault_is_seen(pool: WorkerPool, one_process: Callable[..., Record], fault: str, case: Case) -> None:
+def test_a_fault_is_seen(pool: WorkerPool, whole_batches: Callable[..., Record], fault: str, case: Case) -> None:
     sound, faulty = (assemble(pool.run(case.ranks, train, case, name)) for name in ("", fault))
-    assert not what_differs(one_process(case), sound), "or the fault would not be what is seen"
-    assert what_differs(one_process(case), faulty)
+    assert not what_differs(whole_batches(case), sound), "or the fault would not be what is seen"
+    assert what_differs(whole_batches(case), faulty)
 
 
 def drawn_pairs(count: int) -> list[tuple[Case, Case]]:
@@ -124,10 +126,10 @@ def drawn_pairs(count: int) -> list[tuple[Case, Case]]:
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("first", "then"), drawn_pairs(30), ids=str)
 def test_what_one_combination_saved_another_goes_on_with(
-    pool: WorkerPool, one_process: Callable[..., Record], tmp_path: Path, first: Case, then: Case
+    pool: WorkerPool, whole_batches: Callable[..., Record], tmp_path: Path, first: Case, then: Case
 ) -> None:
     pool.run(first.ranks, save_half, first, tmp_path)
     several = assemble(pool.run(then.ranks, go_on, then, tmp_path))
-    one = one_process(then, 4)
+    one = whole_batches(then, 4)
     rest = attrs.evolve(one, losses=one.losses[2:], norms=one.norms[2:], gradients=one.gradients[2:])
     assert not (found := what_differs(rest, several)), f"{first}, then {then}: {found}"
