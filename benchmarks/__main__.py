@@ -46,6 +46,7 @@ PAIRS = {
     "fp32": [(PLAIN, Entry("ddp")), (PLAIN, Entry("ddp-fused"))],
     "zero": [
         (Entry("femto+bf16"), Entry("ddp-bf16")),
+        (Entry("femto+bf16+bf16.accumulate_dtype=bfloat16"), Entry("ddp-bf16")),  # which sums micro-batches so
         (ZERO1, Entry("deepspeed-1")),
         (ZERO2, Entry("deepspeed-2")),
         (ZERO3, Entry("fsdp2")),
