@@ -12,6 +12,7 @@ from torch import nn
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 from femto_core.testing import RandomTask, Record, WorkerPool, make_trainer, train_job, worst_difference
+from femto_core.trainer import Trainer
 from femto_ops.memory import LiveBytes
 from femto_sac.budget import GIB, Budget, Cost, Load, fit
 from femto_sac.policies import POLICIES, policy
@@ -235,9 +236,8 @@ def test_ranks_decide_by_the_dearest_of_them() -> None:
     assert Treatment.KEEP not in plans[0]
 
 
-def stages_of_which_one_has_no_layers(section: dict[str, Any]) -> list[float]:
-    pipeline = {"pp": {"size": 2, "layers": "0,4"}, "train": {"steps": 3}, "optim": {"warmup": 0}}
-    trainer = make_trainer({"model": MODEL, "sac": section, **pipeline}, ("pp", "sac"))
+def losses_of(trainer: Trainer) -> list[float]:
+    """Train to the end, with all that belongs to a run; return each step's loss."""
     losses: list[float] = []
 
     class Watch:
@@ -247,6 +247,13 @@ def stages_of_which_one_has_no_layers(section: dict[str, Any]) -> list[float]:
 
     trainer.hooks.manager.register(Watch())
     trainer.train()
+    return losses
+
+
+def stages_of_which_one_has_no_layers(section: dict[str, Any]) -> list[float]:
+    pipeline = {"pp": {"size": 2, "layers": "0,4"}, "train": {"steps": 3}, "optim": {"warmup": 0}}
+    trainer = make_trainer({"model": MODEL, "sac": section, **pipeline}, ("pp", "sac"))
+    losses = losses_of(trainer)
     trainer.close()
     return losses
 
@@ -263,15 +270,7 @@ def test_a_stage_without_a_layer_to_wrap_neither_waits_nor_refuses(section: dict
 def trained_to_a_budget(gib: float) -> tuple[list[float], list[str]]:
     settings = {"model": MODEL, "train": {"steps": 4}, "optim": {"warmup": 0}, "checkpoint": {"every": 0}}
     trainer = make_trainer({**settings, "sac": {"policy": "auto", "budget_gib": gib}}, ("sac",))
-    losses: list[float] = []
-
-    class Watch:
-        @hookimpl
-        def femto_step_end(self, info: Any) -> None:
-            losses.append(info.loss)
-
-    trainer.hooks.manager.register(Watch())
-    trainer.train()
+    losses = losses_of(trainer)
     layer: Any = next(layer for _, layer in trainer.stage.named_layers())
     trainer.close()
     return losses, [treatment.value for treatment in layer._choose.__self__._plan]
