@@ -155,8 +155,7 @@ def set_up_torch(config: Config, mesh: Mesh) -> None:
 
 def make_run_dir(config: Config, mesh: Mesh) -> tuple[Path, BaseFileLock]:
     """Create the run's folder and lock it on rank 0; return its path. Raises `UserError` rather than mix two runs."""
-    named = config.run.name or mesh.rank  # rank 0 decides for all
-    name: str = mesh.from_first(config.run.name if named else _new_name(Path(config.run.dir)))
+    name: str = mesh.from_first("" if mesh.rank else config.run.name or _new_name(Path(config.run.dir)))
     folder = Path(config.run.dir) / name
     lock = FileLock(folder / ".lock")
     problem = ""
