@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.workload import StreamTask, Workload
 from femto_checkpoint.store import CheckpointStore
-from femto_core.mesh import init_process_group, pick_device
+from femto_core.launch import init_process_group, pick_device
 from femto_core.sections import CheckpointSection
-from femto_core.testing import make_trainer
 from femto_core.trainer import Trainer
+from femto_tools.testing import make_trainer
 
 ROUNDS = 6  # even, so that each comes first as often as the other
 
@@ -47,8 +47,8 @@ def timed_both(first: Callable[[], object], second: Callable[[], object], *, swa
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return weights and optimizer state under names: the bytes that a checkpoint holds."""
-    found = {g.name: g.master.detach() for g in trainer.groups}
-    for group in trainer.groups:
+    found = {g.name: g.master.detach() for g in trainer.shares}
+    for group in trainer.shares:
         for key, value in trainer.optimizer.state[group.master].items():
             found[f"{key}/{group.name}"] = value
     return found
@@ -70,7 +70,7 @@ def read_plainly(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def beside(trainer: Trainer, store: CheckpointStore, folder: Path) -> tuple[float, float, float, int]:
     """Return seconds of a step without a save and of one beside a save, of the call itself, and steps it took."""
     without = statistics.median(timed(trainer.train_step) for _ in range(3))
-    call = timed(lambda: store.save(folder, trainer.step, trainer.run_state()))
+    call = timed(lambda: store.save(folder, trainer.step, trainer.run_state(), on_failure=trainer.request_stop))
     steps: list[float] = []
     while store.saving or not steps:
         steps.append(timed(trainer.train_step))

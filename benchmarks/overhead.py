@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workload import StreamTask, Workload
-from femto_core.mesh import init_process_group, pick_device
-from femto_core.testing import make_trainer
+from femto_core.launch import init_process_group, pick_device
+from femto_tools.testing import make_trainer
 
 
 def measure_overhead(pairs: int = 20) -> float:
@@ -26,7 +26,7 @@ def measure_overhead(pairs: int = 20) -> float:
     settings["train"]["dtype"] = "float32"
     trainer = make_trainer(settings, objects={"stream": StreamTask(workload)})
     optimizer = trainer.optimizer
-    parameters = [group.master for group in trainer.groups]
+    parameters = [group.master for group in trainer.shares]
 
     def by_hand() -> float:
         total = 0.0
@@ -34,7 +34,7 @@ def measure_overhead(pairs: int = 20) -> float:
         tokens = sum(batch.valid for batch in micro_batches)
         for batch in micro_batches:
             hidden = trainer.stage.forward(batch.input_ids, batch)
-            loss = trainer.loss(hidden, trainer.stage.head, batch.targets) / tokens
+            loss = trainer.loss(hidden, trainer.stage.head, batch) / tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 
 from benchmarks.peers import Step, build, loss_of, micro_batches
 from benchmarks.workload import Workload
-from femto_core.mesh import pick_device
+from femto_core.launch import pick_device
 
 
 class MasterAdamW:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 from benchmarks.workload import Workload
-from femto_core.mesh import pick_device
+from femto_core.launch import pick_device
 
 Step = Callable[[], float]
 

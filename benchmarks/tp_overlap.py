@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workload import StreamTask, Workload
-from femto_core.mesh import init_process_group, pick_device
-from femto_core.testing import make_trainer
+from femto_core.launch import init_process_group, pick_device
 from femto_core.trainer import Trainer
+from femto_tools.testing import make_trainer
 from femto_tp.ranks import Ranks
 
 PAIRS = 10

@@ -1,1 +1,1 @@
-"""Checkpoints that load under any other layout, and their export as Hugging Face directories."""
+"""Checkpoints that load under any layout, and their export as Hugging Face directories."""

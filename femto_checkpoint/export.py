@@ -4,93 +4,100 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import attrs
 import torch
 from safetensors import safe_open
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from femto_checkpoint.files import copy_folder, sync, write_json, write_safetensors
+from femto_checkpoint.compatibility import check_export
+from femto_checkpoint.files import copy_folder, write_json, write_safetensors
 from femto_checkpoint.index import MASTER, Checkpoint
+from femto_checkpoint.options import ExportConfig
 from femto_checkpoint.writer import MODEL
+from femto_core.checkpoint import ExportTensor
 from femto_core.errors import UserError
-from femto_core.sections import positive
+from femto_data.atomic import atomic_path, sync
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPECIAL = ("bos", "eos", "pad")
 
-
-@attrs.frozen(kw_only=True)
-class ExportConfig:
-    """Write a checkpoint's weights as a Hugging Face directory that `from_pretrained` loads."""
-
-    output: str
-    """Directory to write; must not exist, or be empty."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Element type of the weights."""
-    shard_gib: float = attrs.field(default=5.0, validator=positive)
-    """Largest size of one file."""
+Change = Callable[[dict[str, ExportTensor], Mapping[str, ExportTensor], Mapping[str, Any]], None]
+"""Edits the tensors to export, by parameter name, in place. Also given: every tensor of the checkpoint, as
+`FIELD/NAME` (`master/...` are the weights, `exp_avg/...` an optimizer's state), and the saved run's settings."""
 
 
-def export(path: Path, config: ExportConfig) -> list[str]:
+def export(path: Path, config: ExportConfig, change: Change | None = None) -> list[str]:
     """Export the checkpoint at `path` (a step-N folder); return the names of the weight files.
 
-    Raises `UserError` where the checkpoint is damaged, the output is not empty, or it cannot be written. The output
-    appears whole or not at all.
+    `change` may replace, merge, add and remove tensors first. The output is complete or absent. Raises `UserError`
+    where the checkpoint is damaged, the output is not empty or cannot be written, or the tensors' names are not exactly
+    those of the model that config.json describes.
     """
     checkpoint = Checkpoint(path)
-    keys = [f"{MASTER}/{name}" for name in checkpoint.parameters]
-    files = {file for key in keys for file in checkpoint.files_for(key, [checkpoint.whole(key)])}
-    checkpoint.verify([*files, *(name for name in checkpoint.index.files if name.startswith(f"{MODEL}/"))])
+    checkpoint.verify(name for name in checkpoint.index.files if name.startswith(f"{MODEL}/"))
+    saved = saved_tensors(checkpoint)
+    tensors = {name: saved[f"{MASTER}/{name}"] for name in checkpoint.parameters}
+    if change is not None:
+        change(tensors, saved, checkpoint.index.config)
     output = Path(config.output).resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{config.output} exists and is not empty; choose another --output")
     if output.is_relative_to(path.resolve()):
         raise UserError(f"{config.output} lies inside the checkpoint {path}; choose another --output")
-    partial = output.with_name(f".{output.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shards = _write(checkpoint, partial, config)
-        if output.exists():
-            output.rmdir()
-        partial.rename(output)
+        with atomic_path(output) as partial:
+            copy_folder(path / MODEL, partial)  # the transformers config and the tokenizer
+            _write_configs(partial, config.dtype)
+            check_export(checkpoint, {name: tensor.shape for name, tensor in tensors.items()}, partial)
+            files = _write(tensors, partial, config)
         sync(output.parent)
     except OSError as error:
         raise UserError(f"{config.output} cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return list(shards)
+    return files
 
 
-def _write(checkpoint: Checkpoint, folder: Path, config: ExportConfig) -> dict[str, list[str]]:
-    copy_folder(checkpoint.path / MODEL, folder)  # the transformers config and the tokenizer
+def saved_tensors(checkpoint: Checkpoint) -> dict[str, ExportTensor]:
+    """Return every tensor of the checkpoint, as `FIELD/NAME`. A file is verified before its first tensor is read."""
+    verified: set[str] = set()
+
+    def reader(key: str) -> Callable[[], torch.Tensor]:
+        def read() -> torch.Tensor:
+            box = checkpoint.whole(key)
+            files = checkpoint.files_for(key, [box])
+            checkpoint.verify(files - verified)
+            verified.update(files)
+            return checkpoint.read(key, box)
+
+        return read
+
+    return {key: ExportTensor(saved.shape, reader(key)) for key, saved in checkpoint.index.tensors.items()}
+
+
+def _write(tensors: Mapping[str, ExportTensor], folder: Path, config: ExportConfig) -> list[str]:
     dtype = EXPORT_DTYPES[config.dtype]
-    shapes = {name: checkpoint.index.tensors[f"{MASTER}/{name}"].shape for name in checkpoint.parameters}
+    shapes = {name: tensors[name].shape for name in sorted(tensors)}
     shards = plan_shards(shapes, int(config.shard_gib * 2**30), dtype.itemsize)
     for file, shard in shards.items():
         write_safetensors(
             folder / file,
             {name: shapes[name] for name in shard},
             dict.fromkeys(shard, dtype),
-            lambda name: _value(checkpoint, name, dtype),
+            lambda name: _value(name, tensors[name], dtype),
             {"format": "pt"},
         )
     if len(shards) > 1:
-        total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+        total = sum(map(math.prod, shapes.values())) * dtype.itemsize
         where = {name: file for file, shard in shards.items() for name in shard}
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
-    _write_configs(folder, config.dtype)
-    _compare(folder, shards, checkpoint, dtype)
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)
-    return shards
+    _compare(folder, shards, tensors, dtype)
+    return list(shards)
 
 
-def plan_shards(shapes: dict[str, tuple[int, ...]], most_bytes: int, itemsize: int) -> dict[str, list[str]]:
-    """Deal the tensors out to files of at most `most_bytes` (or one tensor), in order."""
+def plan_shards(shapes: Mapping[str, tuple[int, ...]], most_bytes: int, itemsize: int) -> dict[str, list[str]]:
+    """Deal the tensors out, in order, to files of at most `most_bytes`; a larger tensor gets a file of its own."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -105,9 +112,10 @@ def plan_shards(shapes: dict[str, tuple[int, ...]], most_bytes: int, itemsize: i
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, start=1)}
 
 
-def _value(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
-    key = f"{MASTER}/{name}"
-    values = checkpoint.read(key, checkpoint.whole(key))
+def _value(name: str, tensor: ExportTensor, dtype: torch.dtype) -> torch.Tensor:
+    values = tensor.read().detach()
+    if tuple(values.shape) != tensor.shape:
+        raise ValueError(f"{name} was announced with shape {tensor.shape}, but read() returned {tuple(values.shape)}")
     converted = values.to(dtype)
     if not torch.equal(values.isfinite(), converted.isfinite()):
         raise UserError(f"{name} has values too large for {dtype}; export it as bfloat16 or float32")
@@ -117,7 +125,7 @@ def _value(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tenso
 def _write_configs(folder: Path, dtype: str) -> None:
     path = folder / "config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    config |= {"dtype": dtype, "use_cache": True}  # training keeps no cache, whoever generates wants one
+    config |= {"dtype": dtype, "use_cache": True}  # training disables the cache that generation wants
     if not config.get("architectures") and (name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])):
         config["architectures"] = [name]  # transformers can do without; other programs choose their code by it
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -127,7 +135,7 @@ def _write_configs(folder: Path, dtype: str) -> None:
 
 
 def _special_tokens(folder: Path) -> dict[str, int]:
-    """Return the ids of the special tokens that the tokenizer's own files name: where generation stops, above all."""
+    """Return `bos_token_id`, `eos_token_id` and `pad_token_id` as far as the tokenizer's files name those tokens."""
     try:
         names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
@@ -143,15 +151,17 @@ def _special_tokens(folder: Path) -> dict[str, int]:
     return found
 
 
-def _compare(folder: Path, shards: dict[str, list[str]], checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-    """Read the export back; every value must be the checkpoint's."""
+def _compare(
+    folder: Path, shards: Mapping[str, list[str]], tensors: Mapping[str, ExportTensor], dtype: torch.dtype
+) -> None:
+    """Read the export back and compare it, bit by bit, with a second reading of each tensor."""
     for file, shard in shards.items():
         with safe_open(folder / file, framework="pt") as written:
             for name in shard:
-                found, meant = written.get_tensor(name), _value(checkpoint, name, dtype)
+                found, meant = written.get_tensor(name), _value(name, tensors[name], dtype)
                 if not torch.equal(_raw(found), _raw(meant)):
                     raise OSError(f"{folder / file}: {name} does not read back as it was written")
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)  # bytes: NaN is not equal to itself
+    return tensor.contiguous().reshape(-1).view(torch.uint8)  # bytes: NaN is not equal to itself

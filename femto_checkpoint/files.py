@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: streamed safetensors with a checksum, atomic JSON, fsync."""
+"""Checkpoint files: safetensors streamed with a checksum, atomic JSON, copies of folders."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any, TypedDict
 
 import torch
 import xxhash
+
+from femto_data.atomic import write_atomic
 
 DTYPES = {
     torch.float64: "F64",
@@ -33,11 +35,11 @@ CHUNK = 16 * 2**20
 
 
 class FileSums(TypedDict):
-    """What a file must still be when it is read."""
+    """Size and checksum of a file as it was written."""
 
     bytes: int
     xxh3: str
-    """Its 64-bit XXH3, in hexadecimal: faster than memory, so that verifying costs no more than reading."""
+    """The file's 64-bit XXH3, in hexadecimal. XXH3 is faster than memory, so verifying costs no more than reading."""
 
 
 def write_safetensors(
@@ -47,9 +49,10 @@ def write_safetensors(
     read: Callable[[str], torch.Tensor],
     metadata: Mapping[str, str],
 ) -> FileSums:
-    """Write the CPU tensors that `read` returns, one at a time, as a safetensors file; return its sums.
+    """Write a safetensors file, one tensor at a time; return its size and checksum. Its bytes are on disk on return.
 
-    Nothing is held as a whole, and the checksum is of what was meant, not of what the disk gives back.
+    `read` returns the CPU tensor of a name, of the given shape and dtype. The checksum is computed from memory, not
+    from the disk, so that it also detects a faulty write.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
@@ -81,32 +84,22 @@ def write_safetensors(
 
 
 def checksum_of(path: Path) -> FileSums:
-    """Return a file's sums as they are on disk now."""
+    """Return the size and checksum of a file on disk."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if not size:  # nothing that could be mapped
+        if not size:  # an empty file cannot be mapped
             return {"bytes": 0, "xxh3": xxhash.xxh3_64_hexdigest(b"")}
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped:  # twice as fast as reading
             return {"bytes": size, "xxh3": xxhash.xxh3_64_hexdigest(mapped)}
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON; see `write_text`."""
-    write_text(path, json.dumps(value))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` under another name first, so that `path` is complete or absent; its bytes are on disk on return."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    """Write `value` to `path` as JSON, complete or not at all; its bytes are on disk on return."""
+    write_atomic(path, json.dumps(value))
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy the files of `source` into `target`, without their modes: what is read-only there must be writable here."""
+    """Copy the files below `source` to `target`, but not their modes: copies of read-only files must be writable."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.rglob("*")):
         copy = target / path.relative_to(source)
@@ -114,12 +107,3 @@ def copy_folder(source: Path, target: Path) -> None:
             copy.mkdir(exist_ok=True)
         else:
             shutil.copyfile(path, copy)
-
-
-def sync(path: Path) -> None:
-    """Have a file's bytes on disk, or a folder's list of names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: which are complete, in which order they were committed, which may go.
+"""The folder of a run's checkpoints: which are complete, in which order they were committed, which are removed.
 
-`latest` lists them, the one committed last at its end. Steps alone do not tell: a run that goes on from an older
-checkpoint leaves those of higher steps behind, and they belong to a past that it did not take.
+The file `latest` lists the checkpoints in the order of their commits. The step numbers do not give that order: a run
+that resumes from an older checkpoint leaves checkpoints of higher steps, which belong to an abandoned past.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 import shutil
 from pathlib import Path
 
-from femto_checkpoint.files import sync, write_text
 from femto_checkpoint.index import INDEX
+from femto_data.atomic import sync, write_atomic
 
 LATEST = "latest"
 PARTIAL = ".partial-"
@@ -20,14 +20,20 @@ NAME = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d+)")
 
 
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the complete checkpoints in `folder` by step, one that was being replaced where it is the only one."""
+    """Return the complete checkpoints in `folder` by step.
+
+    A checkpoint that was being replaced counts if the new one of that step is not complete.
+    """
     found = sorted((p for p in folder.glob("*step-*") if NAME.fullmatch(p.name)), key=lambda p: p.name)
-    # Of two of one step, step-N sorts after .replaced-step-N and wins.
+    # If a step has both, step-N sorts after .replaced-step-N and wins.
     return {int(m[1]): p for p in found if (m := NAME.fullmatch(p.name)) and (p / INDEX).is_file()}
 
 
 def committed(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in `folder` in the order of their commits, those of no record first, by step."""
+    """Return the complete checkpoints in `folder` in the order of their commits.
+
+    Checkpoints that `latest` does not list come first, by step.
+    """
     try:
         lines = (folder / LATEST).read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -38,31 +44,31 @@ def committed(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint committed last in `folder`, or the one of the highest step where that record is lost."""
+    """Return the checkpoint committed last in `folder`; if `latest` is lost, the checkpoint of the highest step."""
     found = committed(folder)
     return found[-1] if found else None
 
 
 def record(folder: Path, name: str) -> None:
-    """Make `name` the latest. The record is on disk on return."""
+    """Record `name` as the checkpoint committed last. The record is on disk on return."""
     others = [path.name.removeprefix(REPLACED) for path in committed(folder)]
-    write_text(folder / LATEST, "\n".join([*(other for other in others if other != name), name]) + "\n")
+    write_atomic(folder / LATEST, "\n".join([*(other for other in others if other != name), name]) + "\n")
     sync(folder)
 
 
 def rotate(folder: Path, *, keep: int, keep_every: int) -> None:
-    """Remove all but the `keep` checkpoints committed last (0: none) and those of every `keep_every` steps."""
+    """Remove checkpoints, except the `keep` committed last (0: keep all) and every `keep_every`-th step (0: none)."""
     for path in committed(folder)[:-keep] if keep else []:
         step = int(path.name.rpartition("-")[2])
         if not (keep_every and step % keep_every == 0):
-            # Under another name first: what is half removed must not look like a checkpoint, and is swept up later.
+            # Rename first, so that after a kill a half-removed checkpoint does not look complete; `sweep` removes it.
             gone = path.with_name(f"{PARTIAL}step-{step}-removed")
             path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:
-    """Remove what an interrupted save left behind. Only while nothing is being saved."""
+    """Remove the leftovers of interrupted saves. Call it only while nothing is being saved."""
     for old in folder.glob(f"{REPLACED}step-*"):
         final = old.with_name(old.name.removeprefix(REPLACED))
         if (old / INDEX).is_file() and not final.exists():

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which box of which global tensor lies in which file (see docs/checkpoints.md)."""
+"""The index of a checkpoint: which box of which global tensor is in which file (see docs/checkpoints.md)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TORCH_DTYPES = {spelling: dtype for dtype, spelling in DTYPES.items()}
 
 
 class DamagedError(UserError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint whose files differ from what was written."""
 
 
 @attrs.frozen(kw_only=True)
-class Piece:
-    """One box of a global tensor, as the tensor `key` of `file`."""
+class SavedBox:
+    """A box of a global tensor, saved as the tensor `key` of `file`."""
 
     file: str
     key: str
@@ -38,37 +38,41 @@ class Piece:
 
 @attrs.frozen(kw_only=True)
 class SavedTensor:
-    """A global tensor: its shape, its dtype in safetensors' spelling, and the pieces that make it up."""
+    """A global tensor: its shape, its dtype in safetensors' spelling, and the saved boxes that make it up."""
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedBox, ...]
 
 
 @attrs.frozen(kw_only=True)
 class Scalar:
-    """A number the optimizer keeps for a parameter as a whole."""
+    """A number that the optimizer keeps per parameter, not per element."""
 
     value: float
     dtype: str
-    """Of a tensor, in safetensors' spelling; int, float or bool for a plain number."""
+    """For a tensor, its dtype in safetensors' spelling; for a plain number int, float or bool."""
 
 
 @attrs.frozen(kw_only=True)
 class Index:
-    """Everything there is to know of a checkpoint without opening its tensors."""
+    """The contents of a checkpoint, without the tensors' values."""
 
     step: int
     layout: str
-    """The mesh that saved it."""
+    """The mesh of the run that saved the checkpoint, as text."""
     identity: dict[str, Any]
-    """What a run must have in common with it to go on from it: data, seed, batch."""
+    """Properties of data, batches and seed that must be equal in a run that resumes."""
     model: dict[str, Any]
     """The transformers config of the model, as plain values."""
     plugins: dict[str, str]
+    """Active plugins and their versions."""
     config: dict[str, Any]
+    """All settings of the run."""
     tensors: dict[str, SavedTensor]
+    """By FIELD/NAME: `master/NAME` for weights, the optimizer's own field for its state."""
     scalars: dict[str, Scalar]
+    """By FIELD/NAME, like `tensors`."""
     files: dict[str, FileSums]
     format: str = FORMAT
 
@@ -77,18 +81,18 @@ class Checkpoint:
     """A complete checkpoint on disk, open for reading."""
 
     def __init__(self, path: Path) -> None:
-        """Read the index. Raises `UserError` where `path` is no complete checkpoint of this format."""
+        """Read the index. Raises `UserError` if `path` is not a complete checkpoint of this format."""
         self.path = path
         self.index = read_index(path)
         self._open: dict[str, Any] = {}
 
     @property
     def parameters(self) -> list[str]:
-        """The full names of the model's parameters, in order."""
+        """The full names of the model's parameters, sorted."""
         return sorted(name.partition("/")[2] for name in self.index.tensors if name.startswith(f"{MASTER}/"))
 
     def verify(self, files: Iterable[str]) -> None:
-        """Compare `files` with their checksums. Raises `DamagedError` naming one that is missing, short or changed."""
+        """Compare `files` with their checksums. Raises `DamagedError` for a missing, truncated or changed file."""
         for name in sorted(set(files)):
             wanted, path = self.index.files.get(name), self.path / name
             if wanted is None:
@@ -100,12 +104,12 @@ class Checkpoint:
             if found["bytes"] < wanted["bytes"]:
                 raise DamagedError(f"{path} is truncated: {found['bytes']} bytes of {wanted['bytes']}")
             if found != wanted:
-                raise DamagedError(f"{path} is damaged: its checksum is not the one it was saved with")
+                raise DamagedError(f"{path} is damaged: its checksum differs from the saved one")
 
     def files_for(self, name: str, boxes: Iterable[Box]) -> set[str]:
         """Return the files that hold any part of `boxes` of the tensor `name`.
 
-        Raises `DamagedError` where they do not hold all of it.
+        Raises `DamagedError` if the saved boxes do not cover `boxes`.
         """
         files = set()
         for box in boxes:
@@ -119,7 +123,7 @@ class Checkpoint:
         return files
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return the values in `box` of the tensor `name`, put together from the pieces that cover it."""
+        """Return the values in `box` of the tensor `name`, assembled from the saved boxes that cover it."""
         saved = self.index.tensors[name]
         common = [(piece, part) for piece in saved.pieces if (part := intersect(box, piece.box)) is not None]
         self._check_covered(name, box, sum(part.numel for _, part in common))
@@ -131,16 +135,16 @@ class Checkpoint:
         return values
 
     def whole(self, name: str) -> Box:
-        """Return the box of all of the tensor `name`."""
+        """Return the box that covers the whole tensor `name`."""
         shape = self.index.tensors[name].shape
         return Box((0,) * len(shape), shape)
 
-    def _read_piece(self, piece: Piece, common: Box) -> torch.Tensor:
+    def _read_piece(self, piece: SavedBox, common: Box) -> torch.Tensor:
         try:
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(self.path / piece.file, framework="pt")
             file = self._open[piece.file]
-            if common == piece.box:  # also what has no dimension to cut
+            if common == piece.box:  # a tensor without dimensions has no slice
                 return file.get_tensor(piece.key)  # type: ignore[no-any-return]
             return file.get_slice(piece.key)[relative(common, piece.box).slices()]  # type: ignore[no-any-return]
         except SafetensorError as error:
@@ -148,11 +152,11 @@ class Checkpoint:
 
     def _check_covered(self, name: str, box: Box, covered: int) -> None:
         if covered != box.numel:
-            raise DamagedError(f"{self.path}: {name} is not there as a whole ({covered} of {box.numel} values)")
+            raise DamagedError(f"{self.path}: {name} is incomplete ({covered} of {box.numel} values)")
 
 
 def read_index(path: Path) -> Index:
-    """Return the index of the checkpoint at `path`. Raises `UserError` where there is none, or it was changed."""
+    """Return the index of the checkpoint at `path`. Raises `UserError` if it is missing or cannot be read."""
     try:
         raw = json.loads((path / INDEX).read_text(encoding="utf-8"))
     except OSError as error:
@@ -163,7 +167,7 @@ def read_index(path: Path) -> Index:
     if found != FORMAT:
         raise UserError(f"{path} has format {found!r}; this femto reads {FORMAT!r}")
     if raw.pop("xxh3", None) != _checksum(raw):
-        raise DamagedError(f"{path / INDEX} is damaged: its checksum is not the one it was saved with")
+        raise DamagedError(f"{path / INDEX} is damaged: its checksum differs from the saved one")
     try:
         return cattrs.structure(raw, Index)
     except (cattrs.BaseValidationError, KeyError, TypeError, ValueError) as error:
@@ -171,7 +175,7 @@ def read_index(path: Path) -> Index:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write `index` with a checksum of itself: the last file of a checkpoint."""
+    """Write `index` and its checksum to `folder`, as the last file of a checkpoint."""
     raw = json.loads(json.dumps(cattrs.unstructure(index)))
     write_json(folder / INDEX, {**raw, "xxh3": _checksum(raw)})
 
@@ -181,7 +185,7 @@ def _checksum(raw: dict[str, Any]) -> str:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the box that both have in common; None where they have none."""
+    """Return the intersection of two boxes, or None if it is empty."""
     offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
     ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
     sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
@@ -189,5 +193,5 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """Return `box` as seen from the corner of `origin`."""
+    """Return `box` with offsets relative to `origin`'s."""
     return Box(tuple(x - y for x, y in zip(box.offsets, origin.offsets, strict=True)), box.sizes)

@@ -1,8 +1,8 @@
-"""What one rank contributes to a checkpoint: its boxes of the tensors, copied to the CPU at the moment of the call.
+"""One rank's share of a checkpoint: the boxes it owns of weights and optimizer state, copied to the CPU.
 
-A rank's share of a parameter is a vector: what its layout owns, in that order. A master may be longer (a vocabulary
-padded for tensor parallelism, a flat shard padded to divide evenly); whatever follows the owned values is filling, is
-not saved, and is left as it is on loading.
+A rank's share of a parameter is a vector: the values of the boxes that the parameter's layout owns, in that order. A
+master may be padded (a vocabulary padded for tensor parallelism, a flat shard padded to divide evenly): its first
+elements are the owned values. The padding is neither saved nor loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import attrs
 import torch
 
 from femto_checkpoint.files import DTYPES
-from femto_checkpoint.index import MASTER, TORCH_DTYPES, Piece, SavedTensor, Scalar
+from femto_checkpoint.index import MASTER, TORCH_DTYPES, SavedBox, SavedTensor, Scalar
 from femto_core.checkpoint import RunState
 from femto_core.layout import Box, ParamLayout
 from femto_core.mesh import Mesh
@@ -26,7 +26,7 @@ PLAIN = {"bool": bool, "int": int, "float": float}
 
 @attrs.frozen(kw_only=True)
 class Snapshot:
-    """One rank's share: tensors by key, where each lies in its global tensor, and plain numbers."""
+    """One rank's share: tensors by key, the index of their boxes in global tensors, and numbers per parameter."""
 
     tensors: dict[str, torch.Tensor]
     index: dict[str, SavedTensor]
@@ -34,19 +34,23 @@ class Snapshot:
 
 
 def take_snapshot(state: RunState, mesh: Mesh, file: str, *, copy: bool) -> Snapshot:
-    """Collect this rank's share; replicas take turns, so that each writes as much. With `copy`, training may go on."""
+    """Return this rank's share; its tensors are saved as the contents of `file`.
+
+    Of the ranks that hold replicas of a parameter one saves it, chosen so that all write about as much. With `copy`,
+    the snapshot shares no memory with the run, so training may continue while it is written.
+    """
     snapshot = Snapshot(tensors={}, index={}, scalars={})
     numbers = number_fields(state)
-    for group in state.groups:
-        layout = group.layout
+    for share in state.shares:
+        layout = share.layout
         replica, count = layout.replica(mesh)
-        # Whose turn it is follows from the name: replicas may hold different lists (stages with and without a copy).
+        # The name decides which replica saves, since ranks may hold different lists of parameters (tied weights in pp).
         if not layout.primary or zlib.crc32(layout.name.encode()) % count != replica:
             continue
-        _add(snapshot, f"{MASTER}/{layout.name}", group.master.detach(), layout, file, copy=copy)
-        for key, value in state.optimizer.state.get(group.master, {}).items():
+        _add(snapshot, f"{MASTER}/{layout.name}", share.master.detach(), layout, file, copy=copy)
+        for key, value in state.optimizer.state.get(share.master, {}).items():
             name = f"{key}/{layout.name}"
-            if isinstance(value, torch.Tensor) and value.shape == group.master.shape and key not in numbers:
+            if isinstance(value, torch.Tensor) and value.shape == share.master.shape and key not in numbers:
                 _add(snapshot, name, value.detach(), layout, file, copy=copy)
             elif isinstance(value, torch.Tensor) and value.numel() == 1:
                 snapshot.scalars[name] = Scalar(value=float(value), dtype=DTYPES[value.dtype])
@@ -54,16 +58,22 @@ def take_snapshot(state: RunState, mesh: Mesh, file: str, *, copy: bool) -> Snap
                 snapshot.scalars[name] = Scalar(value=float(value), dtype=type(value).__name__)
             else:
                 what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"type {type(value)}"
-                raise TypeError(f"the optimizer keeps {key} of {what} for {layout.name}: no part of it, no number")
+                raise TypeError(
+                    f"the optimizer keeps {key} of {what} for {layout.name}; only its shape and single "
+                    "numbers can be saved"
+                )
     return snapshot
 
 
 def number_fields(state: RunState) -> set[str]:
-    """Return what the optimizer keeps once for a parameter, not for each element: for a scalar both look alike."""
-    found = {"step"}  # what torch's optimizers call it, where there are scalars only
-    for group in state.groups:
-        for key, value in state.optimizer.state.get(group.master, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() == 0 and group.master.dim():
+    """Return the fields of per-parameter, not per-element, optimizer state.
+
+    A scalar parameter's own state has the same shape for both, so the other parameters decide.
+    """
+    found = {"step"}  # torch's name for it, in case all parameters are scalars
+    for share in state.shares:
+        for key, value in state.optimizer.state.get(share.master, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() == 0 and share.master.dim():
                 found.add(key)
     return found
 
@@ -74,7 +84,7 @@ def _add(snapshot: Snapshot, name: str, value: torch.Tensor, layout: ParamLayout
     for number, box in enumerate(layout.owned()):
         key = f"{name}#{number}"
         snapshot.tensors[key] = host[start : start + box.numel].view(box.sizes)
-        pieces.append(Piece(file=file, key=key, box=box))
+        pieces.append(SavedBox(file=file, key=key, box=box))
         start += box.numel
     snapshot.index[name] = SavedTensor(shape=layout.global_shape, dtype=DTYPES[value.dtype], pieces=tuple(pieces))
 
@@ -85,16 +95,17 @@ def restore(
     fields: Mapping[str, set[str]],
     scalars: Mapping[str, Scalar],
 ) -> None:
-    """Fill the weights, and for each parameter the optimizer's `fields`, from global tensors and `scalars`.
+    """Load the weights and, for each trainable parameter, the optimizer's `fields` of that name.
 
-    A parameter for which the optimizer had kept nothing yet gets no state, and begins like a new one.
+    `read` returns the values in a box of a global tensor. A parameter without saved fields gets no optimizer state,
+    like a parameter before its first step.
     """
     options = {id(p): group for group in state.optimizer.param_groups for p in group["params"]}
-    for group in state.groups:
-        layout, master = group.layout, group.master
+    for share in state.shares:
+        layout, master = share.layout, share.master
         with torch.no_grad():
             _fill(master, f"{MASTER}/{layout.name}", layout, read)
-        if not group.trainable:
+        if not (share.trainable and share.master.numel()):
             continue
         kept: dict[str, Any] = {}
         for field in sorted(fields.get(layout.name, ())):
@@ -103,7 +114,7 @@ def restore(
                 kept[field] = _number(scalars[key], master.device, options.get(id(master), {}))
                 continue
             dtype = read(key, Box((0,) * len(layout.global_shape), (0,) * len(layout.global_shape))).dtype
-            kept[field] = torch.empty_like(master, dtype=dtype, requires_grad=False)  # strides as the master's
+            kept[field] = torch.empty_like(master, dtype=dtype, requires_grad=False)  # with the master's strides
             if master.numel() != sum(box.numel for box in layout.owned()):
                 kept[field].zero_()
             _fill(kept[field], key, layout, read)
@@ -127,13 +138,13 @@ def _fill(target: torch.Tensor, name: str, layout: ParamLayout, read: Callable[[
 def _number(saved: Scalar, device: torch.device, options: Mapping[str, Any]) -> Any:
     if saved.dtype in PLAIN:
         return PLAIN[saved.dtype](saved.value)
-    # Fused kernels want the count of steps beside the parameter; the others want it on the CPU, and would wait for it.
+    # Fused kernels need the step count on the parameter's device; the others need it on the CPU, to avoid a sync.
     beside = options.get("fused") or options.get("capturable")
     return torch.tensor(saved.value, dtype=TORCH_DTYPES[saved.dtype], device=device if beside else "cpu")
 
 
 def merge(parts: list[dict[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Put the ranks' indices together. Raises `ValueError` where they disagree, leave a gap, or overlap."""
+    """Return the union of the ranks' indices. Raises `ValueError` if they disagree, leave a gap, or overlap."""
     merged: dict[str, SavedTensor] = {}
     for part in parts:
         for name, saved in part.items():
@@ -146,12 +157,12 @@ def merge(parts: list[dict[str, SavedTensor]]) -> dict[str, SavedTensor]:
     for name, saved in merged.items():
         found, wanted = sum(piece.box.numel for piece in saved.pieces), math.prod(saved.shape)
         if found != wanted:
-            raise ValueError(f"the ranks' layouts of {name} do not make up its shape: {found} values of {wanted}")
+            raise ValueError(f"the ranks' layouts of {name} do not add up to its shape: {found} values of {wanted}")
     return merged
 
 
 def merge_scalars(parts: list[dict[str, Scalar]]) -> dict[str, Scalar]:
-    """Put the ranks' numbers together. Raises `ValueError` where they disagree."""
+    """Return the union of the ranks' numbers. Raises `ValueError` if they disagree."""
     merged: dict[str, Scalar] = {}
     for part in parts:
         for name, saved in part.items():
@@ -161,7 +172,10 @@ def merge_scalars(parts: list[dict[str, Scalar]]) -> dict[str, Scalar]:
 
 
 def plain_copy(value: Any, where: str) -> Any:
-    """Copy a part's state, tensors to the CPU. Raises `TypeError` for what could not be loaded without running code."""
+    """Return a copy of a part's state with its tensors on the CPU.
+
+    Raises `TypeError` for a value that `torch.load(weights_only=True)` would refuse.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if value is None or type(value) in (bool, int, float, str, bytes):
@@ -170,4 +184,6 @@ def plain_copy(value: Any, where: str) -> Any:
         return {plain_copy(key, f"a key of {where}"): plain_copy(v, f"{where}[{key!r}]") for key, v in value.items()}
     if type(value) in (list, tuple):
         return type(value)(plain_copy(item, f"{where}[{number}]") for number, item in enumerate(value))
-    raise TypeError(f"{where} is a {type(value).__name__}; a part of a checkpoint is made of plain values and tensors")
+    raise TypeError(
+        f"{where} is a {type(value).__name__}; a part of a checkpoint may hold plain values and tensors only"
+    )

@@ -1,4 +1,4 @@
-"""Saving and loading: snapshots written beside training, committed last, kept in rotation."""
+"""Saving and loading a run's checkpoints: written in a background thread, committed by rank 0, rotated."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from femto_checkpoint.files import sync
-from femto_checkpoint.fit import check_identity, check_model, check_parameters, check_tokenizer, plain_config
+from femto_checkpoint.compatibility import check_identity, check_model, check_parameters, check_tokenizer, plain_config
 from femto_checkpoint.folder import committed, complete_checkpoints, latest_checkpoint, sweep
 from femto_checkpoint.index import MASTER, Checkpoint, DamagedError
 from femto_checkpoint.snapshot import plain_copy, restore, take_snapshot
@@ -21,28 +20,27 @@ from femto_core.checkpoint import RunState, Stateful
 from femto_core.errors import UserError
 from femto_core.mesh import Mesh
 from femto_core.sections import CheckpointSection
+from femto_data.atomic import sync
 
 LAST_CHANCE_S = 15.0
 
 
 class CheckpointStore:
-    """The checkpoints of a run. Each rank writes its own files; rank 0 commits when all have."""
+    """The checkpoints of a run. Each rank writes its own files; rank 0 commits when all ranks have written."""
 
     def __init__(self, mesh: Mesh, section: CheckpointSection) -> None:
         self._mesh, self._section = mesh, section
         self._writer: Writer | None = None
-        self.on_failure: Callable[[], None] = lambda: None
-        """Called, in another thread, on a rank that could not write: whoever trains may then end it early."""
 
     @property
     def saving(self) -> bool:
-        """Whether this rank's part of a save is still under way."""
+        """Whether this rank is still writing its share of a save."""
         return self._writer is not None and not self._writer.ended
 
-    def save(self, folder: Path, step: int, state: RunState) -> None:
-        """Take a snapshot of `state` now and write it as `folder`/step-N, in a thread unless `checkpoint.wait` is set.
+    def save(self, folder: Path, step: int, state: RunState, *, on_failure: Callable[[], None]) -> None:
+        """Take a snapshot of `state` and write it as `folder`/step-N, in a thread unless `checkpoint.wait` is set.
 
-        Called by every rank. Raises `UserError` on all ranks where this or the save before could not be written.
+        Called by every rank. Raises `UserError` on all ranks if this save or the previous one failed on any rank.
         """
         self.wait()
         partial, problem = partial_folder(folder, step, secrets.token_hex(4)), ""
@@ -69,23 +67,23 @@ class CheckpointStore:
             parts={name: plain_copy(part.state_dict(), f"part {name!r}") for name, part in everything.items()},
             state=state,
             model=plain_config(state.model_config),
-            on_failure=lambda: self.on_failure(),
+            on_failure=on_failure,
         )
         self._writer.start()
         if self._section.wait:
             self.wait()
 
     def wait(self) -> None:
-        """Return when the save under way is on disk. Raises `UserError` on all ranks where it failed.
+        """Return when the current save is on disk. Raises `UserError` on all ranks if it failed on any rank.
 
-        A defect is raised as it is, on the rank that had it.
+        On a rank whose thread ended with a defect, the defect itself is raised.
         """
         writer, self._writer = self._writer, None
         if writer is None:
             return
         if writer.rank:
             writer.join()
-        # Rank 0 hears from the others before it waits: for a share, perhaps, that will never come.
+        # Rank 0 asks the other ranks before it joins its thread, which may be waiting for a share that never comes.
         answers = self._mesh.gather_objects((writer.problem, writer.ended) if writer.rank else ("", True))
         said = ""
         if not writer.rank:
@@ -93,8 +91,8 @@ class CheckpointStore:
             writer.join()
             said = "" if writer.failure is None else writer.complaint(reason_of(writer.failure))
             if said and all(ended for _, ended in answers):
-                sweep(writer.final.parent)  # nobody writes any more; what a full disk needs most is room
-        said = self._mesh.from_first(said)  # what rank 0 committed is complete, whatever the others think of it
+                sweep(writer.final.parent)  # all ranks have stopped writing; make room on a full disk
+        said = self._mesh.from_first(said)  # rank 0 decides: a committed checkpoint is complete
         if not said:
             return
         if writer.failure is not None and not isinstance(writer.failure, OSError | UserError):
@@ -102,21 +100,21 @@ class CheckpointStore:
         raise UserError(said)
 
     def close(self) -> None:
-        """Give a save under way a moment to get to disk, asking no other rank: the run ends on an error."""
+        """Wait up to 15 s for the current save, without collectives, because the run may end on an error."""
         writer, self._writer = self._writer, None
         if writer is not None and not writer.join(LAST_CHANCE_S):
             writer.give_up("the run has ended")
 
     def load(self, path: Path, state: RunState, *, weights_only: bool) -> None:
-        """Fill `state` from the checkpoint at `path`, whatever layout saved it; every rank reads just what it needs.
+        """Load the checkpoint at `path`, saved under any layout, into `state`; each rank reads only what it owns.
 
-        Raises `UserError` on all ranks alike, with `state` untouched, where it is damaged or does not fit.
+        If the checkpoint is damaged or does not fit, raises the same `UserError` on all ranks, with `state` unchanged.
         """
         checkpoint, parts, files = None, dict[str, Any](), set[str]()
-        everyones = set().union(*self._mesh.gather_objects({group.layout.name for group in state.groups}))
+        all_names = set().union(*self._mesh.gather_objects({share.layout.name for share in state.shares}))
         try:
             checkpoint = Checkpoint(path)
-            check_parameters(checkpoint, state, everyones, same_dtype=not weights_only)
+            check_parameters(checkpoint, state, all_names, same_dtype=not weights_only)
             check_model(checkpoint, state, weights_only=weights_only)
             check_tokenizer(checkpoint, state)
             if not weights_only:
@@ -128,7 +126,7 @@ class CheckpointStore:
         wanted = sorted(set().union(*self._agree(problem, path, files)))
         assert checkpoint is not None
         try:
-            # Each file is verified once, by one rank, whoever will read it.
+            # Each file is verified once, by one rank, also if several ranks read it.
             checkpoint.verify(wanted[self._mesh.rank :: self._mesh.world_size])
             if not weights_only:
                 parts = self._read_parts(checkpoint, state)
@@ -143,21 +141,21 @@ class CheckpointStore:
             self._say_what_is_left(checkpoint, state, parts)
 
     def latest(self, folder: Path) -> Path | None:
-        """Return the checkpoint committed last."""
+        """Return the checkpoint in `folder` that was committed last, if there is one."""
         return latest_checkpoint(folder)
 
     def _agree(self, problem: UserError | None, path: Path, files: set[str]) -> list[set[str]]:
-        """Return every rank's `files`. Raises on all ranks the first of their problems, with a way out if any."""
+        """Return every rank's `files`. If any rank has a problem, raises the first rank's on all ranks."""
         answers = self._mesh.gather_objects((str(problem or ""), isinstance(problem, DamagedError), files))
         for text, damaged, _ in answers:
             if text:
                 others = [p for p in committed(path.parent) if p != path] if damaged else []
-                hint = f"; an earlier one can be named with --checkpoint.resume {others[-1]}" if others else ""
+                hint = f"; to resume an earlier checkpoint, set --checkpoint.resume {others[-1]}" if others else ""
                 raise UserError(text + hint)
         return [found for _, _, found in answers]
 
     def _parts_rank(self, checkpoint: Checkpoint) -> int:
-        """The rank whose parts this one loads: its own, or the first under another layout."""
+        """The rank whose parts this rank loads: its own, or rank 0 under another layout."""
         return self._mesh.rank if checkpoint.index.layout == str(self._mesh) else 0
 
     def _wanted_parts(self, checkpoint: Checkpoint, state: RunState) -> dict[str, Stateful]:
@@ -165,28 +163,28 @@ class CheckpointStore:
         return {**state.parts, **(state.rank_parts if same else {})}
 
     def _files(self, checkpoint: Checkpoint, state: RunState, *, weights_only: bool) -> set[str]:
-        """Return the files this rank will read; all of what it wants must be in them."""
+        """Return the files this rank will read. Raises `DamagedError` if they do not cover what it owns."""
         fields = {} if weights_only else kept_fields(checkpoint)
         files = set()
-        for group in state.groups:
-            name = group.layout.name
-            for field in [MASTER, *(fields.get(name, ()) if group.trainable else ())]:
+        for share in state.shares:
+            name = share.layout.name
+            for field in [MASTER, *(fields.get(name, ()) if share.trainable and share.master.numel() else ())]:
                 if f"{field}/{name}" in checkpoint.index.tensors:
-                    files |= checkpoint.files_for(f"{field}/{name}", group.layout.owned())
+                    files |= checkpoint.files_for(f"{field}/{name}", share.layout.owned())
         return files if weights_only else files | {f"rank-{self._parts_rank(checkpoint):05}.pt"}
 
     def _read_parts(self, checkpoint: Checkpoint, state: RunState) -> dict[str, Any]:
         file = f"rank-{self._parts_rank(checkpoint):05}.pt"
-        checkpoint.verify([file])  # before it is parsed, by whoever parses it
+        checkpoint.verify([file])  # every rank verifies the file it parses, before it parses it
         try:
-            # weights_only: builds plain values and tensors, never runs code from the file.
+            # weights_only=True builds plain values and tensors, and never runs code from the file.
             parts = torch.load(checkpoint.path / file, map_location="cpu", weights_only=True)
             missing = [name for name in self._wanted_parts(checkpoint, state) if name not in parts]
         except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError) as error:
             raise DamagedError(f"{checkpoint.path / file} cannot be read: {type(error).__name__}") from None
         if missing:
             raise UserError(
-                f"{checkpoint.path} has no part {missing[0]!r}: it was saved without the plugin that keeps it"
+                f"{checkpoint.path} has no part {missing[0]!r}: it was saved without the plugin that keeps that part"
             )
         return dict(parts)
 
@@ -201,19 +199,19 @@ class CheckpointStore:
 
 
 def prepare(folder: Path, partial: Path, step: int) -> str:
-    """Make room for the checkpoint of `step`; return what is in its way, if anything."""
+    """Make the folder for the checkpoint of `step`; return a sentence if something is in the way."""
     folder.mkdir(parents=True, exist_ok=True)
     sync(folder.parent)
     sweep(folder)
     final = folder / f"step-{step}"
     if final.exists() and step not in complete_checkpoints(folder):
-        return f"checkpoint of step {step} cannot be written: {final} is there and is no checkpoint; move it away"
+        return f"checkpoint of step {step} cannot be written: {final} exists and is not a checkpoint; move it away"
     partial.mkdir()
     return ""
 
 
 def kept_fields(checkpoint: Checkpoint) -> dict[str, set[str]]:
-    """Return what the optimizer had kept for each parameter, by the parameter's name."""
+    """Return the fields of saved optimizer state of each parameter, by the parameter's name."""
     fields: dict[str, set[str]] = {}
     for key in (*checkpoint.index.tensors, *checkpoint.index.scalars):
         field, _, name = key.partition("/")

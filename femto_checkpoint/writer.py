@@ -1,8 +1,8 @@
-"""The writing of one checkpoint: every rank its own files, then rank 0 the index and the name.
+"""Writing one checkpoint: every rank writes its own files, then rank 0 writes the index and renames the folder.
 
-Ranks tell each other through small files in the folder itself, so that a thread can wait for them while training goes
-on and uses the process groups. What a reader may see is complete and on disk: all files, then the index, then the
-folder's name, then `latest`.
+Ranks signal each other through small files in the folder, because the process groups belong to the training thread
+meanwhile. Everything a reader can see is complete and on disk, in this order: all files, the index, the folder's name,
+`latest`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import attrs
 import cattrs
 import torch
 
-from femto_checkpoint.files import FileSums, checksum_of, copy_folder, sync, write_json, write_safetensors
+from femto_checkpoint.files import FileSums, checksum_of, copy_folder, write_json, write_safetensors
 from femto_checkpoint.folder import PARTIAL, REPLACED, latest_checkpoint, record, rotate
 from femto_checkpoint.index import FORMAT, Index, SavedTensor, Scalar, write_index
 from femto_checkpoint.snapshot import Snapshot, merge, merge_scalars
 from femto_core.checkpoint import RunState
 from femto_core.sections import CheckpointSection
+from femto_data.atomic import sync, sync_tree
 
 POLL_S = 0.02
 MODEL = "model"
@@ -34,7 +35,7 @@ MODEL = "model"
 
 @attrs.define(kw_only=True)
 class Writer:
-    """One checkpoint on its way to disk, as one rank sees it."""
+    """One rank's part in writing one checkpoint, in a thread."""
 
     partial: Path
     final: Path
@@ -48,22 +49,25 @@ class Writer:
     state: RunState
     model: dict[str, Any]
     on_failure: Callable[[], None]
-    """Called in the thread once `failure` is set."""
+    """Called in the thread after `failure` is set."""
     failure: BaseException | None = None
-    """What went wrong in the thread; raised in the training thread."""
+    """The error that ended the thread; the training thread raises it."""
     deadline: float = attrs.field(init=False)
     _complete: bool = attrs.field(default=False, init=False)
     _given_up: str = attrs.field(default="", init=False)
     _thread: threading.Thread = attrs.field(init=False)
 
     def start(self) -> None:
-        """Begin, in a thread of its own."""
+        """Start the writing thread."""
         self.deadline = time.monotonic() + self.section.timeout
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{self.step}")
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the thread, for rank 0 as long as it takes, for others until the deadline; tell whether it ended."""
+        """Wait for the thread, and return whether it ended.
+
+        Without a timeout rank 0 waits as long as it takes, other ranks until the deadline.
+        """
         if timeout_s is None and self.rank:
             timeout_s = max(0.0, self.deadline - time.monotonic())
         self._thread.join(timeout_s)
@@ -71,22 +75,22 @@ class Writer:
 
     @property
     def ended(self) -> bool:
-        """Whether the thread has come to its end, good or bad."""
+        """Whether the thread has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def give_up(self, reason: str) -> None:
-        """Have rank 0 wait no longer for shares that will not come."""
+        """Make rank 0 stop waiting for other ranks' shares; `reason` becomes its error."""
         self._given_up = reason
 
     @property
     def problem(self) -> str:
-        """What keeps this rank's share from being on disk by now, as rank 0 would say it; empty: nothing."""
+        """Why this rank's share is not on disk, for rank 0 to report; empty if it is."""
         if not self.ended:
             return f"rank {self.rank} has not written its share within {self.section.timeout:g} s"
         return "" if self.failure is None else f"rank {self.rank}: {reason_of(self.failure)}"
 
     def complaint(self, reason: object) -> str:
-        """Return the sentence for a checkpoint that could not be written."""
+        """Return the error sentence for this checkpoint, given the `reason`."""
         if self._complete:
             return f"checkpoint of step {self.step} is complete, but older ones could not be removed: {reason}"
         kept = latest_checkpoint(self.final.parent)
@@ -98,7 +102,7 @@ class Writer:
     def _run(self) -> None:
         try:
             self._write_share()
-            self.snapshot, self.parts = None, {}  # the copies are of no more use, and large
+            self.snapshot, self.parts = None, {}  # free the copies, which are large
             if self.rank == 0:
                 self._commit()
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
@@ -108,11 +112,11 @@ class Writer:
             self.on_failure()
 
     def _tell(self, reason: str) -> None:
-        """Let rank 0 know, even on a disk that is full or will not sync: an empty message says it too."""
+        """Report a failure to rank 0, even on a disk that is full or cannot sync; an empty file also reports it."""
         marker, draft = self.partial / f"{self._name}.failed", self.partial / f".{self._name}.failed"
         with contextlib.suppress(OSError):
             for file in self.partial.glob(f"{self._name}.*"):
-                file.unlink()  # makes room
+                file.unlink()  # make room on a full disk
         try:
             draft.write_text(reason, encoding="utf-8")
             draft.replace(marker)
@@ -129,12 +133,14 @@ class Writer:
         assert snapshot is not None
         tensors, parts = self.partial / f"{self._name}.safetensors", self.partial / f"{self._name}.pt"
         if not self.partial.is_dir():
-            raise OSError("it does not see the folder that rank 0 made; run.dir must be one folder for all machines")
+            raise OSError(
+                "the folder that rank 0 made is not visible here; run.dir must be one folder for all machines"
+            )
         values = snapshot.tensors
         shapes = {key: tuple(value.shape) for key, value in values.items()}
         dtypes = {key: value.dtype for key, value in values.items()}
         files = {tensors.name: write_safetensors(tensors, shapes, dtypes, values.__getitem__, {"format": FORMAT})}
-        serialised = io.BytesIO()  # on a full disk torch.save's own writer raises RuntimeError
+        serialised = io.BytesIO()  # on a full disk torch.save to a file raises a bare RuntimeError
         torch.save(self.parts, serialised)
         parts.write_bytes(serialised.getbuffer())
         sync(parts)
@@ -153,10 +159,11 @@ class Writer:
         folder = self.partial / MODEL
         if self.state.tokenizer_path.is_dir():
             copy_folder(self.state.tokenizer_path, folder)
-        self.state.model_config.save_pretrained(folder)  # after the tokenizer: whose folder may hold another config
+        self.state.model_config.save_pretrained(
+            folder
+        )  # last, since the tokenizer's folder may have another config.json
+        sync_tree(folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        for path in [*files, *(p for p in folder.rglob("*") if p.is_dir()), folder]:
-            sync(path)
         return {path.relative_to(self.partial).as_posix(): checksum_of(path) for path in files}
 
     def _commit(self) -> None:
@@ -165,7 +172,7 @@ class Writer:
         files = {name: sums for share in shares for name, sums in share["files"].items()}
         for name, sums in files.items():
             if (size := (self.partial / name).stat().st_size) != sums["bytes"]:
-                raise OSError(f"{name} has {size} bytes of the {sums['bytes']} that were written")
+                raise OSError(f"{name} has {size} bytes, but {sums['bytes']} were written")
         index = Index(
             step=self.step,
             layout=self.layout,
@@ -192,7 +199,7 @@ class Writer:
         rotate(folder, keep=self.section.keep, keep_every=self.section.keep_every)
 
     def _share(self, rank: int) -> dict[str, Any]:
-        """Wait for a rank's share to be on disk. Raises where that rank says that it failed."""
+        """Return a rank's share when it is on disk. Raises OSError if that rank failed or is too late."""
         done, failed = self.partial / f"rank-{rank:05}.done", self.partial / f"rank-{rank:05}.failed"
         while not done.exists():
             if failed.exists():
@@ -207,10 +214,10 @@ class Writer:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what to say of `error`, which is never empty."""
+    """Return the text of `error`, or the name of its type if it has none."""
     return str(error) or type(error).__name__
 
 
 def partial_folder(folder: Path, step: int, token: str) -> Path:
-    """Return where the checkpoint of `step` is written before it has its name."""
+    """Return the folder in which the checkpoint of `step` is written before it is renamed."""
     return folder / f"{PARTIAL}step-{step}-{token}"

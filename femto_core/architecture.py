@@ -1,4 +1,4 @@
-"""The full model, as transformers builds it from a config, on the meta device; refused where femto cannot train it."""
+"""The full model, as transformers builds it from a config, on the meta device; refused if femto cannot train it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from femto_core.errors import UserError
 from femto_core.model import FullModel, Head
 from femto_core.sections import ModelSection
 from femto_core.weights import RandomWeights, SafetensorsWeights, WeightSource
-from femto_ops.anatomy import changes_logits
-from femto_ops.thrift import make_thrifty
+from femto_ops.fused import replace_with_fused
+from femto_ops.probes import changes_logits
 
 ANATOMY = ("embed_tokens", "layers", "norm", "rotary_emb")
 
@@ -25,7 +25,7 @@ def build_model(section: ModelSection, seed: int) -> FullModel:
     Raises `UserError` for a missing directory, an architecture without the Llama anatomy, sizes that do not fit, and
     weight files that do not match.
     """
-    config = _load_config(section) if section.path else _make_config(section)
+    config = read_model_config(section)
     config.use_cache = False
     make: Any = AutoModelForCausalLM.from_config
     try:
@@ -47,13 +47,21 @@ def build_model(section: ModelSection, seed: int) -> FullModel:
             "cap), which femto's loss would leave out; this architecture is not supported"
         )
     module.lm_head = _head(module.lm_head)
-    make_thrifty(module)
+    replace_with_fused(module)
     weights: WeightSource
     if section.path and section.weights == "load":
         weights = SafetensorsWeights(Path(section.path), module)
     else:
         weights = RandomWeights(module, seed)
     return FullModel(module, weights)
+
+
+def read_model_config(section: ModelSection) -> PretrainedConfig:
+    """Return transformers' config of the model that `section` describes: its sizes, before there is a model.
+
+    Raises `UserError` for a missing or unreadable directory, and for sizes that do not fit.
+    """
+    return _load_config(section) if section.path else _make_config(section)
 
 
 def _head(linear: nn.Linear) -> Head:

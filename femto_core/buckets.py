@@ -1,4 +1,4 @@
-"""Gradients on their way to other ranks: collected in flat buckets, which are sent in one order everywhere."""
+"""Gradients on their way to other ranks: collected in flat buckets, which every rank sends in the same order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import nn
 from femto_core.model import Stage
 
 ALIGNMENT = 16
-"""Elements: every tensor in a vector, and every rank's share of it, begins where kernels and networks like it."""
+"""Elements: every tensor in a vector, and every rank's share of the vector, begins at a multiple of this."""
 
 
 @attrs.frozen
-class Packing:
-    """Tensors end to end in one vector [shares * share_numel] that is cut into equal shares."""
+class FlatLayout:
+    """Tensors laid end to end in one vector [shares * share_numel], which is cut into equal shares."""
 
     sizes: tuple[int, ...]
     """Elements of each tensor."""
@@ -35,7 +35,7 @@ class Packing:
 
     @property
     def share_numel(self) -> int:
-        """Elements of one share, those that are only filling included."""
+        """Elements of one share, padding included."""
         total = sum(_aligned(size) for size in self.sizes)
         return _aligned((total + self.shares - 1) // self.shares)
 
@@ -45,7 +45,7 @@ class Packing:
         return self.share_numel * self.shares
 
     def owned(self, share: int) -> list[tuple[int, int]]:
-        """Return for each tensor the range of its elements that lies in a share; (0, 0) where none does."""
+        """Return for each tensor the range of its elements that lies in a share; (0, 0) if there are none."""
         low, high = share * self.share_numel, (share + 1) * self.share_numel
         ranges = []
         for start, size in zip(self.starts, self.sizes, strict=True):
@@ -58,7 +58,7 @@ class Packing:
         return [vector[start : start + size] for start, size in zip(self.starts, self.sizes, strict=True)]
 
     def cut_share(self, vector: torch.Tensor, share: int) -> list[torch.Tensor]:
-        """Return each tensor's part of a share [share_numel] alone: the ranges that `owned` names."""
+        """Return each tensor's part of a share [share_numel]: the ranges that `owned` names."""
         low = share * self.share_numel
         parts = []
         for start, (first, last) in zip(self.starts, self.owned(share), strict=True):
@@ -70,8 +70,9 @@ class Packing:
 def backward_order(stage: Stage) -> list[str]:
     """Return the names of a stage's parameters in about the order in which backward completes them.
 
-    That is their order reversed, but for a layer's vectors: models list norms after the matrices that use what they
-    give, yet the first norm's gradient is a layer's last, and a bucket that begins with it is full no sooner.
+    It is the order of registration reversed, except that within a layer 1-D parameters go last. Hugging Face models
+    register norms after the matrices, but the input norm's gradient is the layer's last in backward, so a bucket that
+    begins with it could not be sent earlier anyway.
     """
     parameters = dict(stage.named_parameters())
     layers = [f"{name}." for name, _ in stage.named_layers()]
@@ -84,10 +85,10 @@ def backward_order(stage: Stage) -> list[str]:
 
 
 class Bucket:
-    """Parameters whose gradients travel together: parts of one flat tensor, in the parameters' order.
+    """Parameters whose gradients travel together, as parts of one flat tensor, in the parameters' order.
 
-    `flat` has memory from the first gradient on, until `release`: in the dtype of sums if more micro-batches are to
-    come, otherwise in that in which it is sent.
+    `flat` has memory from the first gradient on, until `release`. Its dtype is that of sums while more micro-batches
+    follow, otherwise the dtype in which it is sent.
     """
 
     def __init__(
@@ -99,33 +100,33 @@ class Bucket:
         group: dist.ProcessGroup | None,
         at_end: bool = False,
     ) -> None:
-        """Sums are kept in `dtype` and sent in `wire_dtype` along `group`; None: this rank alone has all of them.
+        """Sums are kept in `dtype` and sent in `wire_dtype` along `group`; without a group nothing is sent.
 
-        `at_end`: not sent before backward is over. Ranks that wait for each other's backward, as those of a pipeline
-        do, must not wait for each other inside it.
+        `at_end`: sent only when backward is over. The ranks of a pipeline wait for each other's backward, so they must
+        not wait for each other inside it.
         """
         self.at_end = at_end
         self.parameters = list(parameters)
         for parameter in self.parameters:
-            # What autograd adds up itself, as for a tied weight, is not to depend on what `grad` held a step ago.
+            # Reset, because otherwise autograd would sum a tied weight's gradients in last step's dtype.
             parameter.grad_dtype = None
         self.dtype, self.wire_dtype, self.group = dtype, wire_dtype, group
-        self.packing = Packing(tuple(p.numel() for p in self.parameters), group.size() if group else 1)
+        self.flat_layout = FlatLayout(tuple(p.numel() for p in self.parameters), group.size() if group else 1)
         self.waiting = set(self.parameters)
-        """Those without a gradient in the backward under way."""
+        """Parameters that have no gradient yet in the backward in progress."""
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         self._filled: set[nn.Parameter] = set()
         self.release()
 
     def collect(self, parameter: nn.Parameter, *, more_to_come: bool) -> None:
-        """Move a parameter's gradient into the bucket, adding to what is there."""
+        """Move a parameter's gradient into the bucket, adding to the sum so far."""
         grad = parameter.grad
         assert grad is not None
         dtype = self.dtype if more_to_come else self.wire_dtype
         if parameter in self._filled:
             self._views[parameter].add_(grad)
-        elif grad.numel() == self.packing.numel and grad.dtype == dtype and grad.is_contiguous():
-            self._take(grad.view(-1))  # alone here, as embeddings often are: what autograd made is the bucket
+        elif grad.numel() == self.flat_layout.numel and grad.dtype == dtype and grad.is_contiguous():
+            self._take(grad.view(-1))  # alone in its bucket, as embeddings often are: the gradient becomes the bucket
         else:
             if not self._filled:
                 self._allocate(dtype)
@@ -134,7 +135,7 @@ class Bucket:
         parameter.grad = None
 
     def fill_gaps(self) -> None:
-        """Write zeros where no gradient came: a parameter not used here may have been used on another rank."""
+        """Write zeros where no gradient came: a parameter that is unused here may have been used on another rank."""
         if not self._filled:
             self._allocate(self.wire_dtype)
         for parameter, view in self._views.items():
@@ -142,41 +143,41 @@ class Bucket:
                 view.zero_()
 
     def narrow(self) -> torch.Tensor:
-        """Turn the sums into what is sent, in the place of what was added up; return it."""
+        """Convert the sums to `wire_dtype`, in place of the wider ones; return them."""
         if self.flat.dtype != self.wire_dtype:
             self._take(self.flat.to(self.wire_dtype))
         return self.flat
 
     def hand_over(self) -> None:
-        """Make each parameter's `grad` its part of the bucket; the next gradient starts anew."""
+        """Make each parameter's `grad` its part of the bucket; the next step begins a new sum."""
         for parameter, view in self._views.items():
             parameter.grad = view
         self._filled.clear()
-        if len(self.parameters) == 1:  # the next step's gradient will be the bucket; this one's need not wait for it
+        if len(self.parameters) == 1:  # the next step's gradient becomes the bucket, so this memory is not needed again
             self.release()
 
     def release(self) -> None:
         """Drop the memory of the sums."""
         self.flat = torch.empty(0)
-        """The sums so far; places of parameters without a gradient have no values before `fill_gaps`."""
+        """The sums so far; parts of parameters without a gradient have no values before `fill_gaps`."""
         self._views = {}
         self._filled.clear()
 
     def _allocate(self, dtype: torch.dtype) -> None:
         if self._views and self.flat.dtype == dtype:
             return
-        self._take(torch.empty(self.packing.numel, dtype=dtype, device=self.parameters[0].device))
+        self._take(torch.empty(self.flat_layout.numel, dtype=dtype, device=self.parameters[0].device))
 
     def _take(self, flat: torch.Tensor) -> None:
         self.flat = flat
-        parts = self.packing.cut(flat)
+        parts = self.flat_layout.cut(flat)
         self._views = {p: part.view_as(p) for p, part in zip(self.parameters, parts, strict=True)}
 
 
 class GradientCollector:
     """Watches parameters, moves each gradient into its bucket as backward produces it, and sends full buckets.
 
-    Buckets are sent in the order given, whatever the order in which they fill, so that ranks which used different
+    Buckets are sent in the order given, not in the order in which they fill, so that ranks which used different
     parameters still meet in the same collectives.
     """
 
@@ -190,22 +191,22 @@ class GradientCollector:
         self._handles = [p.register_post_accumulate_grad_hook(self._on_grad) for p in self._home]  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """A backward is about to start whose buckets are to be sent."""
+        """Prepare for a backward after which buckets are sent."""
         self._sent = 0
         for bucket in self.buckets:
             bucket.waiting = set(bucket.parameters)
 
     def flush(self) -> None:
-        """The backward is over: send what is left, with zeros for parameters that got no gradient."""
+        """After backward: send the remaining buckets, with zeros for parameters that got no gradient."""
         for bucket in self.buckets[self._sent :]:
             bucket.fill_gaps()
             bucket.waiting.clear()
         self._send_full(at_end=True)
 
     def finish(self, buckets: Sequence[Bucket]) -> None:
-        """Backward is past these buckets: send them, with zeros for parameters that got no gradient.
+        """Send these buckets, with zeros for parameters that got no gradient: backward is past them.
 
-        To be called at the same point of backward on every rank, which need not have used the same parameters.
+        Called at the same point of backward on every rank; ranks need not have used the same parameters.
         """
         if not self.holding:
             for bucket in buckets:
@@ -222,7 +223,7 @@ class GradientCollector:
 
     def _on_grad(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        if parameter.grad is None:  # put off: torch calls hooks even where a backward returned None
+        if parameter.grad is None:  # deferred: torch calls hooks even where a backward returned None
             return
         bucket = self._home[parameter]
         if not self.holding and parameter not in bucket.waiting:

@@ -1,9 +1,10 @@
-"""Asks the seats, in the order of the hook table, for the parts of a trainer, and puts them together."""
+"""Asks the seats, in the order of the hook table, for a stage and for the parts of a trainer."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
+import copy
+import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -11,72 +12,102 @@ from pathlib import Path
 
 import attrs
 import torch
-from filelock import BaseFileLock, FileLock, Timeout
 
-from femto_core import mesh as meshes
+from femto_core import hookspecs as specs
+from femto_core import launch
 from femto_core.checkpoint import Stateful
 from femto_core.config import Config
-from femto_core.data import Dataset, DistributedDataLoader, DistributedSampler
+from femto_core.data import Dataset, collate_and_split
 from femto_core.errors import UserError
+from femto_core.flops import flops_per_token
 from femto_core.hooks import Hooks
-from femto_core.mesh import DP, Mesh
-from femto_core.metrics import Meter, flops_per_token, known_peak_tflops
+from femto_core.loss import TaskLoss
+from femto_core.mesh import Mesh
+from femto_core.metrics import Meter, known_peak_tflops
+from femto_core.model import FullModel, Stage
 from femto_core.plugins import Plugins
-from femto_core.precision import ParamGroup
+from femto_core.precision import ParamShare, Precision
+from femto_core.run_folder import make_run_folder
+from femto_core.schedule import Schedule
+from femto_core.sharding import ShardingStrategy
 from femto_core.trainer import KERNEL_PARTS, Trainer
 from femto_core.weights import WeightSource
 
 LARGEST_DEFAULT_MICRO_BATCH = 8
-LOCK_S = 8.0  # the loader processes of a run that was killed hold its lock until they notice, within 5 s
+
+
+@attrs.frozen(kw_only=True)
+class LoadedStage:
+    """A stage with its weights in memory, and the strategies that keep them there and run batches through it."""
+
+    stage: Stage
+    schedule: Schedule
+    precision: Precision
+    sharding: ShardingStrategy
+    shares: Sequence[ParamShare]
+
+    def close(self) -> None:
+        """Undo everything that was attached to the stage."""
+        self.sharding.close()
+        self.schedule.close()
+
+
+def build_stage(config: Config, hooks: Hooks, mesh: Mesh, *, model: FullModel, trainable: bool) -> LoadedStage:
+    """Build this rank's stage of `model` and load its weights; called by every rank alike.
+
+    It needs no trainer: an inference engine, or a frozen second model beside the trained one, is built by it too.
+    Without `trainable` every parameter is frozen, dropout is off, and there are no gradients or masters.
+    """
+    if not trainable:
+        model = attrs.evolve(model, module=copy.deepcopy(model.module).requires_grad_(False))
+    schedule = hooks.seat(specs.femto_schedule, config=config, mesh=mesh)
+    stage = schedule.partition(model)
+    hooks.call(specs.femto_parallelize, stage=stage, mesh=mesh, config=config)
+    wrappers = hooks.layer_wrappers()
+    for name, layer in list(stage.named_layers()):
+        for wrap in wrappers:
+            layer = next(iter(wrap(name=name, layer=layer, stage=stage, config=config)), layer)
+        stage.set_layer(name, layer)
+    precision = hooks.seat(specs.femto_precision, config=config, mesh=mesh)
+    sharding = hooks.seat(specs.femto_sharding, config=config, mesh=mesh)
+    shares = sharding.allocate(stage, precision)
+    load_weights(shares, model.weights)
+    precision.sync_weights(shares)
+    sharding.weights_changed()
+    stage.train(trainable)
+    return LoadedStage(stage=stage, schedule=schedule, precision=precision, sharding=sharding, shares=shares)
 
 
 def build_trainer(config: Config, plugins: Plugins) -> Trainer:
     """Build everything that `config` and the active plugins describe; called by every rank of the process group."""
     hooks = Hooks(plugins.manager)
-    mesh = Mesh(hooks.mesh_axes(config), meshes.pick_device())
+    axes = [axis for some in hooks.collect(specs.femto_mesh_axes, config=config) for axis in some]
+    mesh = Mesh(axes, launch.pick_device())
     check_equal_everywhere(mesh, config, plugins)
     set_up_torch(config, mesh)
-    run_dir, lock = make_run_dir(config, mesh)
+    run_dir, lock = make_run_folder(config, mesh)
     undo = contextlib.ExitStack()
     undo.callback(lock.release)
     config = fill_micro_batch(config, mesh)
 
-    dataset, held_out = hooks.dataset(config, "train"), hooks.dataset(config, "held_out")
+    dataset = hooks.seat(specs.femto_dataset, config=config, split="train")
+    held_out = hooks.seat(specs.femto_dataset, config=config, split="held_out")
     check_same_data(mesh, dataset, held_out)
-    collator = hooks.collator(config)
+    split = hooks.seat(specs.femto_split_tokens, config=config, mesh=mesh)
+    collator = functools.partial(collate_and_split, hooks.seat(specs.femto_collator, config=config), split)
+    loader = hooks.seat(specs.femto_loader, config=config, mesh=mesh, dataset=dataset, collator=collator)
     config = fill_vocab_size(config, dataset)
-    model = hooks.model(config)
+    model = hooks.seat(specs.femto_model, config=config)
     check_vocabulary(dataset, model.config.vocab_size)
-    hooks.transform_model(model, config)
-    schedule = hooks.schedule(config, mesh)
-    stage = schedule.partition(model)
-    hooks.parallelize(stage, mesh, config)
-    for name, layer in list(stage.named_layers()):
-        stage.set_layer(name, hooks.wrap_layer(name, layer, config))
-    precision, sharding = hooks.precision(config), hooks.sharding(config, mesh)
-    groups = sharding.make_master(stage, precision)
-    load_weights(groups, model.weights)
-    precision.sync_weights(groups)
-    sharding.gather_weights()
-    grad_sync = hooks.grad_sync(config, mesh, sharding)
-    grad_sync.attach(stage, precision)
-    stage.train()
-
-    sampler = make_sampler(config, mesh, len(dataset))
-    loader = DistributedDataLoader(
-        dataset,
-        sampler,
-        collator,
-        workers=config.data.workers,
-        pin_memory=mesh.device.type == "cuda",
-        prefetch=config.data.prefetch,
-    )
+    hooks.call(specs.femto_transform_model, model=model, config=config)
+    built = build_stage(config, hooks, mesh, model=model, trainable=True)
+    trained = [share for share in built.shares if share.trainable]
     meter = Meter(
         flops_per_token=flops_per_token(model.config, config.data.seq_len),
         tokens_per_step=config.data.global_batch * config.data.seq_len,
         world_size=mesh.world_size,
         device=mesh.device,
-        peak_tflops=config.log.peak_tflops or known_peak_tflops(mesh.device),
+        peak_tflops=config.train.peak_tflops or known_peak_tflops(mesh.device),
     )
     trainer = Trainer(
         config=config,
@@ -84,41 +115,42 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
         hooks=hooks,
         run_dir=run_dir,
         undo=undo,
-        stage=stage,
-        schedule=schedule,
+        stage=built.stage,
+        schedule=built.schedule,
         collator=collator,
         loader=loader,
         dataset=dataset,
         held_out=held_out,
-        precision=precision,
-        sharding=sharding,
-        grad_sync=grad_sync,
-        groups=groups,
-        optimizer=hooks.optimizer(config, [group for group in groups if group.trainable]),
-        lr_schedule=hooks.lr_schedule(config),
-        loss=hooks.loss(config, mesh),
-        checkpointer=hooks.checkpointer(config, mesh),
+        precision=built.precision,
+        sharding=built.sharding,
+        shares=built.shares,
+        update_groups=equally_many(built.precision.update_groups(trained), mesh),
+        optimizer=hooks.seat(specs.femto_optimizer, config=config, mesh=mesh, shares=trained),
+        lr_schedule=hooks.seat(specs.femto_lr_schedule, config=config),
+        statistics=hooks.seat(specs.femto_token_statistics, config=config, mesh=mesh),
+        task=check_loss(hooks.seat(specs.femto_loss, config=config, mesh=mesh)),
+        checkpointer=hooks.seat(specs.femto_checkpointer, config=config, mesh=mesh),
         meter=meter,
         plugin_versions=plugins.versions,
         model_config=model.config,
-        plugin_parts=collect_parts(hooks.checkpoint_state()),
+        plugin_parts=collect_parts(hooks.collect(specs.femto_checkpoint_state)),
     )
     try:
         resume(trainer)
     except BaseException:
-        trainer.close()  # the lock too: whoever goes on in this process may build another
+        trainer.close()  # releases the lock too, so that this process may build another trainer
         raise
     return trainer
 
 
-def load_weights(groups: Sequence[ParamGroup], source: WeightSource) -> None:
-    """Fill every master with the part of its parameter that this rank owns, and read no more than that."""
+def load_weights(shares: Sequence[ParamShare], source: WeightSource) -> None:
+    """Fill every master with the part of its parameter that this rank owns, and read nothing else."""
     with torch.no_grad():
-        for group in groups:
-            parts = source.read(group.layout.name, group.layout.owned())
+        for share in shares:
+            parts = source.read(share.layout.name, share.layout.owned())
             if parts:
                 values = torch.cat([part.reshape(-1) for part in parts])
-                group.master.view(-1)[: values.numel()].copy_(values)
+                share.master.view(-1)[: values.numel()].copy_(values)
 
 
 def check_equal_everywhere(mesh: Mesh, config: Config, plugins: Plugins) -> None:
@@ -137,7 +169,7 @@ def check_equal_everywhere(mesh: Mesh, config: Config, plugins: Plugins) -> None
 
 
 def check_same_data(mesh: Mesh, *datasets: Dataset) -> None:
-    """Refuse ranks that opened other rows than rank 0: a copy on another machine may be older, or a cache another's."""
+    """Refuse ranks that opened other rows than rank 0: a copy, or a cache, on another machine may be older."""
     first, *others = mesh.gather_objects([(dataset.fingerprint, len(dataset)) for dataset in datasets])
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -145,69 +177,19 @@ def check_same_data(mesh: Mesh, *datasets: Dataset) -> None:
 
 
 def set_up_torch(config: Config, mesh: Mesh) -> None:
-    """Share the CPU's cores out among the machine's processes, and seed this rank's random generators."""
+    """Divide the CPU's cores among the machine's processes, and seed this rank's random generators."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.train.threads or max(1, cores // meshes.local_world_size()))
+    torch.set_num_threads(config.train.threads or max(1, cores // launch.local_world_size()))
     torch.use_deterministic_algorithms(config.train.deterministic)
-    # Dropout differs between ranks that see other data; ranks that see the same rows draw alike.
-    torch.manual_seed(config.train.seed * 1_000_003 + mesh.coordinate(DP))
-
-
-def make_run_dir(config: Config, mesh: Mesh) -> tuple[Path, BaseFileLock]:
-    """Create the run's folder and lock it on rank 0; return its path. Raises `UserError` rather than mix two runs."""
-    name: str = mesh.from_first("" if mesh.rank else config.run.name or _new_name(Path(config.run.dir)))
-    folder = Path(config.run.dir) / name
-    lock = FileLock(folder / ".lock")
-    problem = ""
-    if mesh.rank == 0:
-        section, checkpoints = config.checkpoint, folder / "checkpoints"
-        earlier = (folder / "metrics.jsonl").exists() or any(checkpoints.glob("step-*"))
-        own = section.resume == "auto" or checkpoints.resolve() in Path(section.resume).resolve().parents
-        if earlier and (section.weights_only or not own):
-            problem = (
-                f"{folder} holds an earlier run, and this one would not go on with it; choose another --run.name, or "
-                "set --checkpoint.resume auto without --checkpoint.weights-only"
-            )
-        else:
-            problem = _take(folder, lock)
-    if problem := mesh.from_first(problem):
-        raise UserError(problem)
-    return folder, lock
-
-
-def _new_name(runs: Path) -> str:
-    """Return the date and time, numbered where another run began in the same second; its folder is made in `runs`."""
-    stamp = name = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    number = 1
-    while True:
-        try:
-            (runs / name).mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            name = f"{stamp}-{number}"
-        except OSError:
-            return name  # `_take` will say what is wrong
-        else:
-            return name
-
-
-def _take(folder: Path, lock: BaseFileLock) -> str:
-    """Create `folder` and lock it; return what is wrong, if anything."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=LOCK_S)
-    except Timeout:
-        return f"another run is writing to {folder}; choose another --run.name"
-    except OSError as error:
-        return f"run.dir: {folder} cannot be written: {error}"
-    return ""
+    distinct = [axis.name for axis in mesh.axes if axis.distinct_dropout]
+    torch.manual_seed(config.train.seed * 1_000_003 + mesh.coordinate(*distinct))
 
 
 def fill_micro_batch(config: Config, mesh: Mesh) -> Config:
     """Choose `data.micro_batch` where it was left out: the largest divisor of a rank's share that is at most 8."""
     if config.data.micro_batch:
         return config
-    share = max(1, config.data.global_batch // mesh.size(DP))
+    share = max(1, config.data.global_batch // mesh.size(*mesh.row_axes))
     largest = max(n for n in range(1, LARGEST_DEFAULT_MICRO_BATCH + 1) if share % n == 0)
     return attrs.evolve(config, data=attrs.evolve(config.data, micro_batch=largest))
 
@@ -228,19 +210,20 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
         )
 
 
-def make_sampler(config: Config, mesh: Mesh, rows: int) -> DistributedSampler:
-    """Return the sampler of this rank's place along dp, never of its number in the world."""
-    section = config.data
-    return DistributedSampler(
-        rows=rows,
-        global_batch=section.global_batch,
-        micro_batch=section.micro_batch,
-        dp_size=mesh.size(DP),
-        dp_rank=mesh.coordinate(DP),
-        seed=config.train.seed,
-        shuffle=section.shuffle,
-        remainder=section.remainder,
-    )
+def equally_many(groups: Sequence[Sequence[ParamShare]], mesh: Mesh) -> list[Sequence[ParamShare]]:
+    """Return `groups`, padded with empty groups so that every rank of the world has equally many."""
+    most = max(mesh.gather_objects(len(groups)))
+    return [*groups, *[()] * (most - len(groups))]
+
+
+def check_loss(task: TaskLoss) -> TaskLoss:
+    """Refuse a loss that does not say what its sums are divided by."""
+    if not callable(getattr(task, "weight", None)):
+        raise UserError(
+            f"the loss {type(task).__name__} has no method weight(batch), which says what its sums are divided by; "
+            "for a mean over valid targets it returns batch.valid"
+        )
+    return task
 
 
 def resume(trainer: Trainer) -> None:
@@ -251,7 +234,7 @@ def resume(trainer: Trainer) -> None:
             raise UserError("checkpoint.weights_only needs the checkpoint to take them from: --checkpoint.resume PATH")
         return
     if section.resume == "auto":
-        # One rank looks, lest another's view of a shared disk be older.
+        # Rank 0 looks for all ranks, because another rank's view of a shared disk may be older.
         path = trainer.mesh.from_first(trainer.checkpointer.latest(trainer.run_dir / "checkpoints"))
     else:
         path = Path(section.resume)

@@ -1,4 +1,4 @@
-"""The command line: which command, which plugins, which settings; and how a process ends.
+"""The command line: which command runs, with which plugins and settings, and how the process ends.
 
 Besides `mesh` this is the only file that reads the environment (RANK, FEMTO_PLUGINS, FEMTO_TRACE_HOOKS).
 """
@@ -14,53 +14,42 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 
-from femto_core.config import Config, config_class, make_config, parse_flags, read_toml
+from femto_core import hookspecs
+from femto_core.commands import CommandRegistry
+from femto_core.config import Config, config_class, make_config, setting_kinds
 from femto_core.errors import UserError, suggest
+from femto_core.flags import make_options, read_flags
 from femto_core.hooks import Hooks
 from femto_core.plugins import Plugins, activate, installed_plugins, list_plugins
+from femto_core.toml_file import read_toml
 
 PROGRAM = "femto"
 HELP = ("-h", "--help")
-ANOTHER_RANK_LEFT = (
-    "gloo/transport",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Socket Timeout",
-    "Broken pipe",
-)
+ANOTHER_RANK_LEFT = ("gloo/transport", "closed by peer", "reset by peer", "Socket Timeout", "Broken pipe")
 
 
 @attrs.frozen
-class Command:
-    """A subcommand: `run` takes the words after its name and returns the exit code."""
-
-    name: str
-    help: str
-    run: Callable[[Sequence[str]], int]
+class TrainOptions:
+    """Train a model. Without arguments: a tiny Llama, on the sources of the Python standard library."""
 
 
-@attrs.define
-class CommandRegistry:
-    """The subcommands there are; plugins add theirs through `femto_commands`."""
+@attrs.frozen
+class PluginsOptions:
+    """List the installed plugins, and which are active: those named by --plugins or FEMTO_PLUGINS."""
 
-    commands: dict[str, Command] = attrs.field(factory=dict)
-    plugins: Sequence[str] = ()
-    """The names given with --plugins, which is no longer among a command's words, or in its RUN.toml."""
-
-    def add(self, name: str, help: str, run: Callable[[Sequence[str]], int]) -> None:  # noqa: A002 - argparse's word
-        """Add a subcommand. Raises `UserError` where the name is taken."""
-        if name in self.commands:
-            raise UserError(f"two plugins add a command called {name!r}")
-        self.commands[name] = Command(name, help, run)
+    json: bool = False
+    """Print JSON."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and end the process: 0 done, 2 the user can mend it, 1 a defect. Never hangs on the way out."""
+    """Run one command and end the process: exit code 0 if it is done, 2 for a `UserError`, 1 for a defect."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = run_command(words)
@@ -69,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _report(f"{PROGRAM}: {error}", own=False)
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # whoever read the output (head, less) has seen enough
+    except BrokenPipeError:  # the reader of the output (head, less) has seen enough
         code = 141
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except SystemExit as request:
@@ -82,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _report(f"[rank {_rank()}] {traceback.format_exc()}", own=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Once process groups exist, the interpreter's own way out can wait for ever for ranks that are gone, or abort.
+    # If process groups exist, the interpreter's own exit may abort, or wait for ever for ranks that are gone.
     if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
         if not code:
             atexit._run_exitfuncs()
@@ -91,99 +80,77 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Find the command that `words` begin with (train where they name none) and run it."""
-    registry = CommandRegistry()
-    registry.add("train", "train a model (the default)", train)
-    registry.add("plugins", "list installed plugins, and which are active", show_plugins)
-    name = words[0] if words and not words[0].startswith("-") else ""
-    if name in registry.commands:
-        return registry.commands[name].run(words[1:])
-    if not name and not any(word in HELP for word in words):
-        return train(words)
-    if name.endswith(".toml"):
-        return train(words)
-    plugin_names, rest = split_plugins(words)
-    if not plugin_names and len(rest) > 1 and rest[1].endswith(".toml"):
-        plugin_names = _toml_plugins(read_toml(Path(rest[1])), rest[1])
-    registry.plugins = tuple(plugin_names)
-    Hooks(activate(plugin_names).manager).commands(registry)
-    if name in registry.commands:
-        return registry.commands[name].run(rest[1:])
-    if name:
-        if owner := _owner_of_command(name):
-            raise UserError(
-                f"{name} is a command of plugin {owner}, which is not active: {PROGRAM} {name} --plugins {owner}"
-            )
-        hint, known = suggest(name, registry.commands), ", ".join(registry.commands)
-        raise UserError(f"unknown command {name!r}{hint} (commands: {known}, or a RUN.toml)")
-    for command in registry.commands.values():
-        print(f"  {PROGRAM} {command.name:<12} {command.help}")
-    print(f"\n{PROGRAM} train --help lists every setting; {PROGRAM} with no arguments trains a tiny Llama.")
-    return 0
+    """Run the command that `words` begin with, or `train` if they do not begin with a name. Return its exit code."""
+    names, rest = split_plugins(words)
+    named = bool(rest) and not rest[0].startswith("-") and not rest[0].endswith(".toml")
+    name = rest.pop(0) if named else "train"
+    if not named and "--version" in rest:
+        print(f"femto-core {metadata.version('femto-core')}")
+        return 0
+    has_toml = bool(rest) and (rest[0].endswith(".toml") or (name == "train" and not rest[0].startswith("-")))
+    toml = read_toml(Path(rest[0])) if has_toml else {}
+    names = names or (_toml_plugins(toml, rest[0]) if has_toml else [])
+    plugins = activate([] if name == "plugins" else names, _tracer())  # a plugin that cannot be activated is listed
+    hooks, registry = Hooks(plugins.manager), CommandRegistry(plugins.manager)
+    registry.add("train", "train a model (the default)", TrainOptions, train, takes_run=True)
+    show = partial(show_plugins, names)
+    registry.add("plugins", "list installed plugins, and which are active", PluginsOptions, show)
+    wants_help = any(word in HELP for word in rest)
+    wants_overview = wants_help and not named and not has_toml
+    if wants_help or name != "train":
+        hooks.call(hookspecs.femto_commands, registry=registry)
+    if wants_overview:
+        for command in registry.commands.values():
+            print(f"  {PROGRAM} {command.name:<12} {command.help}")
+        print(f"\n{PROGRAM} COMMAND --help lists its options; {PROGRAM} with no arguments trains a tiny Llama.")
+        return 0
+    command = registry.commands.get(name) or _refuse(name, registry)
+    toml_path = rest.pop(0) if has_toml and command.takes_run else ""
+    cls, defaults = config_class(hooks.config_sections()), hooks.config_defaults()
+    if wants_help:
+        print(registry.help_text(command, make_config(cls, {}, {}, "", defaults) if name == "train" else None))
+        return 0
+    flags = read_flags(command, rest, setting_kinds(cls) if command.takes_run else {})
+    options = make_options(command, flags.pop("", {}))
+    if not command.takes_run:
+        return command.run(options)
+    config = make_config(cls, {**toml, "plugins": names}, flags, toml_path, defaults)
+    hooks.call(hookspecs.femto_validate, config=config)
+    return command.run(options, config, plugins)
 
 
-def train(words: Sequence[str]) -> int:
-    """Train: `[RUN.toml] [--plugins NAMES] [--section.key value ...]`."""
-    config, plugins = read_run("train", words, train.__doc__ or "")
+def train(options: TrainOptions, config: Config, plugins: Plugins) -> int:
+    """Train the run that `config` describes."""
     quiet_libraries()
     train_run(config, plugins)
     return 0
 
 
-def read_run(command: str, words: Sequence[str], description: str) -> tuple[Config, Plugins]:
-    """Return what `[RUN.toml] [--plugins NAMES] [--section.key value ...]` describes, checked by all active plugins.
-
-    Prints help and exits where `words` ask for it.
-    """
-    plugin_names, rest = split_plugins(words)
-    toml_path = rest.pop(0) if rest and not rest[0].startswith("-") else ""
-    toml = read_toml(Path(toml_path)) if toml_path else {}
-    names = plugin_names or _toml_plugins(toml, toml_path)
-    plugins = activate(names, _tracer())
-    hooks = Hooks(plugins.manager)
-    cls, defaults = config_class(dict(hooks.config_section())), hooks.config_defaults()
-    if any(word in HELP for word in rest):
-        import tyro  # only for --help
-
-        tyro.cli(
-            cls,
-            args=["--help"],
-            default=make_config(cls, {}, {}, "", defaults),
-            prog=f"{PROGRAM} {command}",
-            description=description,
-        )
-    config = make_config(cls, {**toml, "plugins": names}, parse_flags(rest, cls), toml_path, defaults)
-    hooks.validate(config)
-    return config, plugins
-
-
 def train_run(config: Config, plugins: Plugins) -> None:
-    """Join the other ranks, build the trainer, train, and part in good order."""
-    from femto_core.build import build_trainer  # torch takes a second to load: not before it is needed
-    from femto_core.mesh import init_process_group, pick_device
+    """Join the other ranks, build the trainer, train, and close it."""
+    from femto_core.build import build_trainer  # torch takes a second to load
+    from femto_core.launch import init_process_group, pick_device
 
     init_process_group(pick_device())
     trainer = build_trainer(config, plugins)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: setattr(trainer, "stop_requested", True))
+        signal.signal(number, lambda *_: trainer.request_stop())
     trainer.train()
     trainer.close()
-    trainer.mesh.barrier()  # process groups end with the process: `main` sees that they are there
+    trainer.mesh.barrier()  # `main` ends the process groups with the process
 
 
-def show_plugins(words: Sequence[str]) -> int:
-    """List plugins: `[--json] [--plugins NAMES]`."""
-    names, rest = split_plugins(words)
-    if unknown := [word for word in rest if word != "--json"]:
-        raise UserError(f"unknown argument {unknown[0]!r}; {PROGRAM} plugins takes --json and --plugins NAMES")
+def show_plugins(names: Sequence[str], options: PluginsOptions) -> int:
+    """Print all installed plugins; `names` are the active ones."""
     infos = list_plugins(names)
-    if "--json" in rest:
+    if options.json:
         print(json.dumps([attrs.asdict(info) for info in infos], indent=2))
         return 0
     width = max(len(info.name) for info in infos)
     for info in infos:
         state = "active" if info.active else "-"
-        does = ", ".join([f"seat {s.removeprefix('femto_')}" for s in info.seats])
+        seats = [f"seat {hook.removeprefix('femto_')}" for hook in info.seats]
+        does = ", ".join([*seats, *(f"around {hook.removeprefix('femto_')}" for hook in info.wraps)])
         observes = ", ".join(h.removeprefix("femto_") for h in info.hooks)
         what = "; ".join(filter(None, (does, observes))) or info.problem
         print(f"{info.name:<{width}}  {info.distribution} {info.version}  {state:<6}  {what}")
@@ -191,7 +158,7 @@ def show_plugins(words: Sequence[str]) -> int:
 
 
 def split_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (plugin names, the other words): from --plugins where it is given, otherwise from FEMTO_PLUGINS."""
+    """Return the plugin names and the other words. If there is no --plugins, FEMTO_PLUGINS has the names."""
     names = os.environ.get("FEMTO_PLUGINS", "")
     rest = list(words)
     for position, word in enumerate(rest):
@@ -206,7 +173,7 @@ def split_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def quiet_libraries() -> None:
-    """Keep libraries' progress bars out of the output of a run."""
+    """Turn off the progress bars of transformers."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -219,15 +186,19 @@ def _toml_plugins(toml: dict[str, Any], path: str) -> list[str]:
     return names
 
 
-def _owner_of_command(name: str) -> str:
-    """Return the plugin that is installed, but not active, and has a command of this name; "" if there is none."""
+def _refuse(name: str, registry: CommandRegistry) -> NoReturn:
+    """Refuse a command that no active plugin has; name the installed plugin that has it, if there is one."""
     for plugin in installed_plugins():
-        registry = CommandRegistry()
+        other: dict[str, Any] = {}
         with contextlib.suppress(UserError):
-            Hooks(activate([plugin]).manager).commands(registry)
-        if name in registry.commands:
-            return plugin
-    return ""
+            manager = activate([plugin]).manager
+            Hooks(manager).call(hookspecs.femto_commands, registry=CommandRegistry(manager, other))
+        if name in other:
+            raise UserError(
+                f"{name} is a command of plugin {plugin}, which is not active: {PROGRAM} {name} --plugins {plugin}"
+            )
+    hint, known = suggest(name, registry.commands), ", ".join(registry.commands)
+    raise UserError(f"unknown command {name!r}{hint} (commands: {known}, or a RUN.toml)")
 
 
 def _tracer() -> Callable[[str], None] | None:
@@ -241,8 +212,8 @@ def _rank() -> int:
 
 
 def _report(message: str, *, own: bool) -> None:
-    """Print `message` once: what all ranks have to say, rank 0 says; what only this rank knows, it says itself."""
+    """Print `message` to standard error. Rank 0 prints for all ranks, unless the message is this rank's `own`."""
     if not own and _rank():
-        time.sleep(2)  # rank 0 has ended the run by now if it had the same to say
+        time.sleep(2)  # if rank 0 has the same message, it has printed it and ended the run by now
         message = f"[rank {_rank()}] {message}"
     print(message, file=sys.stderr, flush=True)

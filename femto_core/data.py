@@ -1,24 +1,28 @@
-"""Which rows a rank reads at which step, and how they become batches.
+"""How rows become batches: dataset, collator, and the loader seat, which makes a step's micro-batches.
 
-The order of rows depends on seed, epoch and global batch only. A step's rows are a pure function of its number, so
-resuming a run means asking for the next number.
+A step's rows are a pure function of its number in the default loader, so resuming a run means asking for the next
+number.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import attrs
 import torch
 from torch.utils.data import DataLoader
 
 from femto_core.batch import IGNORE_INDEX, Batch, plain_positions
+from femto_core.config import Config
 from femto_core.errors import UserError
+from femto_core.mesh import Mesh
+from femto_core.sampler import PAD, DistributedSampler
 
-PAD = -1  # in place of a row's index: a row that fills the batch and carries no loss
+TokenSplit = Callable[[Batch], Batch]
+"""From a batch of whole rows to this rank's part of their tokens."""
 
 
 class Dataset(Protocol):
@@ -34,7 +38,7 @@ class Dataset(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What tells these rows from others: a run resumes only on the rows it was trained on."""
+        """Identifies these rows: a run resumes only on the rows that it was trained on."""
 
     def __len__(self) -> int: ...
 
@@ -42,95 +46,84 @@ class Dataset(Protocol):
 
 
 class Collator(Protocol):
-    """Turns samples of the dataset into one micro-batch, whose row i is sample i."""
+    """Turns samples of the dataset into one micro-batch: equally many rows of each sample, in the samples' order."""
 
     def __call__(self, samples: Sequence[Any]) -> Batch: ...
 
 
+class Loader(Protocol):
+    """Makes the micro-batches of each step, the same on all ranks that see the same rows."""
+
+    @property
+    def accumulation(self) -> int:
+        """The most micro-batches that a step has on one rank."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Plain values that a resumed run must have in common with the run that it continues."""
+
+    def next_step(self) -> Sequence[Batch]:
+        """Return the next step's micro-batches of this rank, on the CPU, tokens already split; as many on every rank.
+
+        Called by all ranks alike, so collectives are allowed.
+        """
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what the next call of `next_step` depends on: plain values and tensors, equal on all ranks."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+
+    def close(self) -> None:
+        """End what runs beside the steps."""
+
+
 def next_token_collator(samples: Sequence[torch.Tensor]) -> Batch:
-    """Make a batch [b, s] of packed rows [s + 1]: each token's target is the one after it, across documents too."""
+    """Make a batch [b, s] of packed rows [s + 1]: each token's target is the next token, across documents too."""
     rows = torch.stack(list(samples))  # [b, s + 1]
     count, length = rows.shape[0], rows.shape[1] - 1
     return Batch(
         input_ids=rows[:, :-1].contiguous(),
         targets=rows[:, 1:].contiguous(),
         position_ids=plain_positions(count, length),
-        document_ids=torch.zeros(count, length, dtype=torch.int64),
     )
 
 
-@attrs.frozen(kw_only=True)
-class DistributedSampler:
-    """Deals the rows of each global batch out to the dp ranks, and each rank's share into micro-batches.
+def split_evenly(config: Config, mesh: Mesh) -> TokenSplit:
+    """Return the default split: consecutive, equal parts of each row over the mesh's token axes.
 
-    `remainder` says what becomes of the rows at an epoch's end that fill no global batch: "drop" leaves them out,
-    "pad" makes a last batch of them, filled up with `PAD`.
+    Raises `UserError` where the rows do not divide.
     """
-
-    rows: int
-    global_batch: int
-    micro_batch: int
-    dp_size: int
-    dp_rank: int
-    seed: int
-    shuffle: bool
-    remainder: Literal["drop", "pad"]
-
-    def __attrs_post_init__(self) -> None:
-        if self.global_batch % (self.dp_size * self.micro_batch):
-            raise UserError(
-                f"data.global_batch = {self.global_batch} is not a multiple of {self.dp_size} data-parallel ranks x "
-                f"data.micro_batch = {self.micro_batch}"
-            )
-        if self.rows < self.dp_size:
-            raise UserError(f"{self.rows} rows are too few for {self.dp_size} data-parallel ranks; use fewer processes")
-        if not self.steps_per_epoch:
-            raise UserError(
-                f"{self.rows} rows do not fill one global batch of {self.global_batch}; lower --data.global-batch, or "
-                "keep what is left over with --data.remainder pad"
-            )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Global batches in an epoch."""
-        whole, rest = divmod(self.rows, self.global_batch)
-        return whole + (self.remainder == "pad" and rest > 0)
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of one rank in a step."""
-        return self.global_batch // (self.dp_size * self.micro_batch)
-
-    def global_rows(self, step: int) -> list[int]:
-        """Return the indices of all rows of `step` (from 0), over all ranks."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        start = place * self.global_batch
-        stop = min(start + self.global_batch, self.rows)
-        if self.shuffle:
-            rows = memoryview(_epoch_order(self.rows, self.seed + epoch)).cast("q")[start:stop].tolist()
-        else:
-            rows = list(range(start, stop))
-        return rows + [PAD] * (self.global_batch - len(rows))
-
-    def micro_batches(self, step: int) -> list[list[int]]:
-        """Return this rank's rows of `step`, one list for each micro-batch."""
-        share = self.global_batch // self.dp_size
-        mine = self.global_rows(step)[self.dp_rank * share : (self.dp_rank + 1) * share]
-        return [mine[i : i + self.micro_batch] for i in range(0, share, self.micro_batch)]
+    size, part, length = mesh.size(*mesh.token_axes), mesh.coordinate(*mesh.token_axes), config.data.seq_len
+    if length % size:
+        raise UserError(
+            f"data.seq_len = {length} does not divide into {size} equal parts (mesh axis "
+            f"{', '.join(mesh.token_axes)}); set --data.seq-len to a multiple"
+        )
+    if size == 1:
+        return _whole_rows
+    return functools.partial(_part_of_tokens, size, part)
 
 
-@functools.lru_cache(maxsize=2)
-def _epoch_order(rows: int, seed: int) -> bytes:
-    """Return a permutation as int64: eight bytes a row, where a list would take five times that."""
-    return bytes(torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).numpy().tobytes())
+def _whole_rows(batch: Batch) -> Batch:
+    return batch
+
+
+def _part_of_tokens(size: int, part: int, batch: Batch) -> Batch:
+    length = batch.input_ids.shape[1] // size
+    return batch.tokens(torch.arange(part * length, (part + 1) * length))
+
+
+def collate_and_split(collate: Collator, split: TokenSplit, samples: Sequence[Any]) -> Batch:
+    """Return the batch that a collator makes, with only this rank's part of the tokens."""
+    return split(collate(samples))
 
 
 class DistributedDataLoader:
-    """Gives each step its micro-batches; its whole state is the number of the next step.
+    """Takes the loader seat by default; its whole state is the number of the next step.
 
-    `prefetch` is how many micro-batches each of the `workers` has ready. Neither it, nor the number of workers, nor
-    pinning changes what a step gets. Whether workers persist from one epoch to the next is not asked: the iterator
-    never ends, so they live until `close`.
+    `prefetch` is how many micro-batches each of the `workers` has ready. Neither `prefetch`, nor the number of workers,
+    nor pinning changes what a step gets. The iterator never ends, so workers live until `close`.
     """
 
     def __init__(
@@ -150,6 +143,22 @@ class DistributedDataLoader:
         self._iterator: Iterator[Batch] = iter(())
         self._started = False
 
+    @property
+    def accumulation(self) -> int:
+        return self.sampler.accumulation
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        sampler = self.sampler
+        return {
+            "data": self._dataset.fingerprint,
+            "data.rows": sampler.rows,
+            "data.global_batch": sampler.global_batch,
+            "data.remainder": sampler.remainder,
+            "data.shuffle": sampler.shuffle,
+            "train.seed": sampler.seed,
+        }
+
     def next_step(self) -> list[Batch]:
         """Return the next step's micro-batches of this rank, on the CPU."""
         if not self._started:
@@ -163,7 +172,7 @@ class DistributedDataLoader:
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after `state["step"]` steps."""
+        """Continue after `state["step"]` steps."""
         self._step = state["step"]
         self.close()
 
@@ -185,12 +194,38 @@ class DistributedDataLoader:
         return iter(loader)
 
 
+def make_loader(config: Config, mesh: Mesh, dataset: Dataset, collator: Collator) -> DistributedDataLoader:
+    """Return the default loader, for this rank's place among the ranks that read different rows."""
+    section = config.data
+    sampler = DistributedSampler(
+        rows=len(dataset),
+        global_batch=section.global_batch,
+        micro_batch=section.micro_batch,
+        size=mesh.size(*mesh.row_axes),
+        rank=mesh.coordinate(*mesh.row_axes),
+        seed=config.train.seed,
+        shuffle=section.shuffle,
+        remainder=section.remainder,
+    )
+    return DistributedDataLoader(
+        dataset,
+        sampler,
+        collator,
+        workers=section.workers,
+        pin_memory=mesh.device.type == "cuda",
+        prefetch=section.prefetch,
+    )
+
+
 def evaluation_batches(
-    dataset: Dataset, collator: Collator, *, rows: int, micro_batch: int, dp_size: int, dp_rank: int
+    dataset: Dataset, collator: Collator, *, rows: int, micro_batch: int, size: int, rank: int
 ) -> Iterator[Batch]:
-    """Yield this rank's batches of the first `rows` rows: as many on every rank, the last ones filled with `PAD`."""
-    padded = -(-rows // (dp_size * micro_batch)) * dp_size * micro_batch
-    indices = [*range(rows), *[PAD] * (padded - rows)][dp_rank::dp_size]
+    """Yield the batches of the first `rows` rows that are `rank`'s of `size`; every rank gets equally many.
+
+    Batches are padded with rows that carry no loss.
+    """
+    padded = -(-rows // (size * micro_batch)) * size * micro_batch
+    indices = [*range(rows), *[PAD] * (padded - rows)][rank::size]
     view = _Rows(dataset)
     for start in range(0, len(indices), micro_batch):
         yield _collate(collator, [view[i] for i in indices[start : start + micro_batch]])
@@ -210,7 +245,7 @@ class _Endless:
 
 
 class _Rows(torch.utils.data.Dataset[tuple[int, Any]]):
-    """Pairs each sample with its index, so that collation knows which rows only fill up."""
+    """Pairs each sample with its index, so that collation knows which rows are padding."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -221,7 +256,8 @@ class _Rows(torch.utils.data.Dataset[tuple[int, Any]]):
 
 def _collate(collator: Collator, pairs: Sequence[tuple[int, Any]]) -> Batch:
     batch = collator([sample for _, sample in pairs])
-    filling = torch.tensor([index == PAD for index, _ in pairs])
-    if not filling.any():
+    padding = torch.tensor([index == PAD for index, _ in pairs])
+    if not padding.any():
         return batch
-    return attrs.evolve(batch, targets=batch.targets.masked_fill(filling[:, None], IGNORE_INDEX))
+    rows = padding.repeat_interleave(len(batch.targets) // len(pairs))  # a sample may have several: a pair's two
+    return attrs.evolve(batch, targets=batch.targets.masked_fill(rows[:, None], IGNORE_INDEX))

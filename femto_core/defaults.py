@@ -16,17 +16,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from femto_core.config import Config
-    from femto_core.data import Collator
-    from femto_core.loss import Loss
+    from femto_core.data import Collator, Dataset, Loader, TokenSplit
+    from femto_core.loss import TaskLoss, TokenStatistics
     from femto_core.mesh import Mesh
     from femto_core.model import FullModel
     from femto_core.optim import LRSchedule
-    from femto_core.precision import MixedPrecisionManager, ParamGroup
+    from femto_core.precision import ParamShare, Precision
     from femto_core.schedule import Schedule
     from femto_core.sharding import ShardingStrategy
-    from femto_core.sync import GradientSynchronizer
-
-BUCKET_MIB = 25.0
 
 
 @hookimpl
@@ -51,6 +48,20 @@ def femto_collator() -> Collator:
 
 
 @hookimpl
+def femto_split_tokens(config: Config, mesh: Mesh) -> TokenSplit:
+    from femto_core.data import split_evenly
+
+    return split_evenly(config, mesh)
+
+
+@hookimpl
+def femto_loader(config: Config, mesh: Mesh, dataset: Dataset, collator: Collator) -> Loader:
+    from femto_core.data import make_loader
+
+    return make_loader(config, mesh, dataset, collator)
+
+
+@hookimpl
 def femto_model(config: Config) -> FullModel:
     from femto_core.architecture import build_model
 
@@ -71,7 +82,7 @@ def femto_wrap_layer(layer: nn.Module, config: Config) -> None:
 
 
 @hookimpl
-def femto_precision(config: Config) -> MixedPrecisionManager:
+def femto_precision(config: Config) -> Precision:
     import torch
 
     from femto_core.precision import SinglePrecision
@@ -80,24 +91,17 @@ def femto_precision(config: Config) -> MixedPrecisionManager:
 
 
 @hookimpl
-def femto_sharding(mesh: Mesh) -> ShardingStrategy:
-    from femto_core.sharding import Replicated
+def femto_sharding(config: Config, mesh: Mesh) -> ShardingStrategy:
+    from femto_core.replicated import Replicated
 
-    return Replicated(mesh.device)
-
-
-@hookimpl
-def femto_grad_sync(mesh: Mesh) -> GradientSynchronizer:
-    from femto_core.sync import AllReduce, NoSync
-
-    return AllReduce(mesh, BUCKET_MIB) if mesh.world_size > 1 else NoSync()
+    return Replicated(mesh, config.train.bucket_mib)
 
 
 @hookimpl
-def femto_optimizer(config: Config, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
+def femto_optimizer(config: Config, shares: Sequence[ParamShare]) -> torch.optim.Optimizer:
     from femto_core.optim import make_adamw
 
-    return make_adamw(groups, config.optim)
+    return make_adamw(shares, config.optim)
 
 
 @hookimpl
@@ -108,7 +112,14 @@ def femto_lr_schedule(config: Config) -> LRSchedule:
 
 
 @hookimpl
-def femto_loss() -> Loss:
+def femto_token_statistics() -> TokenStatistics:
+    from femto_core.loss import ChunkedStatistics
+
+    return ChunkedStatistics()
+
+
+@hookimpl
+def femto_loss() -> TaskLoss:
     from femto_core.loss import CrossEntropy
 
     return CrossEntropy()

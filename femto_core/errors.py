@@ -1,4 +1,4 @@
-"""The two kinds of failure: what the user can mend (`UserError`) and everything else, which is a defect."""
+"""The two kinds of failure: `UserError`, which the user can mend, and any other exception, which is a defect."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something the person at the keyboard can mend.
+    """A mistake that the person at the keyboard can mend.
 
     Its text is one clear sentence: what is wrong, where (file, line, key, value), what to do. The command line prints
-    it on rank 0 without a traceback and exits with code 2. Any other exception is a defect: traceback and exit code 1.
+    it on rank 0 without a traceback and exits with code 2. Any other exception ends with a traceback and exit code 1.
     """
 
 

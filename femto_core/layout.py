@@ -1,7 +1,7 @@
-"""ParamLayout: the one table that says which part of which global parameter a rank holds.
+"""ParamLayout: the one record that says which part of which global parameter a rank holds.
 
-Loading, checkpoints, gradient norm and export read nothing else, so that a plugin which records its layout truly is
-supported by all of them without being known to any.
+Loading, checkpoints, gradient norm and export read nothing else. So a plugin that records its layouts correctly is
+supported by all of them, and none of them needs to know the plugin.
 """
 
 from __future__ import annotations
@@ -32,38 +32,48 @@ class Box:
 
 @attrs.frozen(kw_only=True)
 class ParamLayout:
-    """Where a local parameter lies in its global one, and how its gradient is to be read.
-
-    `flat` is the range of the flattened box that this rank updates and saves; a sharding strategy narrows it. A master
-    may be longer than that range: what it owns comes first, the rest is filling that is neither loaded nor saved.
-    """
+    """Where a local parameter lies in its global one, and how its gradient is to be read."""
 
     name: str
     """The full Hugging Face name; tied parameters go by the name under which the weight is saved."""
     global_shape: tuple[int, ...]
     box: Box
+    """The part of the global tensor that this rank computes with."""
     flat: tuple[int, int]
+    """The range of the flattened box that this rank updates and saves; a sharding strategy narrows it.
+
+    A master may be padded: its first elements are the owned range; the padding is neither loaded nor saved."""
     partial: frozenset[str] = frozenset()
-    """Mesh axes over which the gradient is a partial sum: it must be summed over them. `dp` is understood."""
+    """Mesh axes over which the local gradient is a partial sum: it must be summed over them."""
     replicated: frozenset[str] = frozenset()
     """Mesh axes over which all ranks hold this same part."""
+    cut: frozenset[str] = frozenset()
+    """Mesh axes over which ranks hold different boxes of the parameter."""
+    sharded: frozenset[str] = frozenset()
+    """Mesh axes over which ranks own different ranges of the same box."""
     tied: str = ""
     """Name of the group of parameters that are one weight in different places; empty: tied with none."""
     primary: bool = True
     """False for the copies of a tied weight: they are kept equal, but neither counted in norms nor saved."""
 
     @classmethod
-    def whole(cls, name: str, shape: Collection[int], replicated: Collection[str], tied: str = "") -> ParamLayout:
-        """Return the layout of a parameter that is held entirely, by every rank of the axes `replicated`."""
+    def whole(
+        cls, name: str, shape: Collection[int], replicated: Collection[str], partial: Collection[str] = ()
+    ) -> ParamLayout:
+        """Return the layout of a parameter that every rank along the axes `replicated` holds entirely."""
         sizes = tuple(shape)
         return cls(
             name=name,
             global_shape=sizes,
             box=Box((0,) * len(sizes), sizes),
             flat=(0, math.prod(sizes)),
+            partial=frozenset(partial),
             replicated=frozenset(replicated),
-            tied=tied,
         )
+
+    def sums_over(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the axes of more than one rank over which the gradient must be summed, in alphabetical order."""
+        return tuple(axis for axis in sorted(self.partial) if mesh.size(axis) > 1)
 
     def owned(self) -> list[Box]:
         """Return the boxes of the global tensor that the flat range covers, in its order."""
@@ -71,16 +81,13 @@ class ParamLayout:
         return [Box(tuple(a + b for a, b in zip(self.box.offsets, i.offsets, strict=True)), i.sizes) for i in inside]
 
     def replica(self, mesh: Mesh) -> tuple[int, int]:
-        """Return this rank's number among those that hold this same part, and how many there are."""
-        number, count = 0, 1
-        for axis in sorted(self.replicated):
-            number = number * mesh.size(axis) + mesh.coordinate(axis)
-            count *= mesh.size(axis)
-        return number, count
+        """Return this rank's number among the ranks that hold this same part, and how many hold it."""
+        axes = sorted(self.replicated)
+        return mesh.coordinate(*axes), mesh.size(*axes)
 
     def counts_on(self, mesh: Mesh) -> bool:
-        """Tell whether this rank is the one that speaks for its part: the first of its replicas."""
-        return self.primary and all(mesh.coordinate(axis) == 0 for axis in self.replicated)
+        """Tell whether this rank is the first of its replicas: the one that counts, and saves, the part."""
+        return self.primary and mesh.coordinate(*self.replicated) == 0
 
 
 def boxes_of_range(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:

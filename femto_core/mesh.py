@@ -1,15 +1,9 @@
-"""The mesh of ranks: named axes over one world, and the collectives that work along them.
-
-Besides the command line this is the only file that reads the environment: torchrun's RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE and TORCHELASTIC_RESTART_COUNT; and, through torch's rendezvous, MASTER_ADDR and MASTER_PORT.
-"""
+"""The mesh of ranks: named axes over one world, and the collectives along them."""
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,77 +11,41 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
-from femto_core.errors import UserError
+from femto_core.errors import UserError, suggest
 
-c10d: Any = dist  # torch's stubs leave out the stores
 DP = "dp"
 DP_ORDER = 50
+SPLITS = ("nothing", "rows", "tokens")
 
 
 @attrs.frozen
 class Axis:
-    """One axis of the mesh. Ranks that differ only along an axis of larger `order` lie closer together."""
+    """One axis of the mesh: what its ranks split, and how close together they lie.
+
+    Raises `UserError` for a `splits` that is none of `SPLITS`.
+    """
 
     name: str
     size: int
     order: int
+    """A larger order means faster-varying ranks: closer together, for instance within one machine."""
+    splits: str
+    """What differs between the batches of its ranks: "nothing" (the same rows: tp, pp), "rows" (other rows: dp), or
+    "tokens" (other parts of the same rows: context parallelism)."""
+    distinct_dropout: bool = attrs.field(default=True, kw_only=True)
+    """Whether its ranks draw different random numbers; False only where all of them compute the same activations."""
 
-
-def local_rank() -> int:
-    """Return this process's number among those on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_world_size() -> int:
-    """Return how many processes of the run share this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def pick_device() -> torch.device:
-    """Return this process's device: the GPU of its local rank where there are GPUs and not gloo, otherwise the CPU."""
-    if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == "gloo"):
-        return torch.device("cpu")
-    if local_rank() >= torch.cuda.device_count():
-        raise UserError(
-            f"local rank {local_rank()} has no GPU: this machine has {torch.cuda.device_count()}; "
-            "start fewer processes on it (--nproc-per-node)"
-        )
-    device = torch.device("cuda", local_rank())
-    torch.cuda.set_device(device)
-    return device
-
-
-def init_process_group(device: torch.device) -> None:
-    """Join the world that torchrun describes in the environment, or a world of one where there is none.
-
-    A world of one is a process group like any other, so that nothing downstream asks whether there is one.
-    """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(minutes=30)
-    rank, world_size = 0, 1
-    store: Any
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        if local_world_size() == world_size:
-            # On one machine torchrun keeps its store over a restart, with the addresses of the dead in it.
-            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = c10d.PrefixStore(f"restart-{restarts}", store)
-    else:
-        store = c10d.HashStore()
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    def __attrs_post_init__(self) -> None:
+        if self.splits not in SPLITS:
+            raise UserError(
+                f"mesh axis {self.name!r} splits {self.splits!r}{suggest(self.splits, SPLITS)}; an axis splits one of "
+                f"{', '.join(SPLITS)}"
+            )
 
 
 class Mesh:
-    """A grid over all ranks of the default process group: the axes of the plugins, and `dp`, which takes what remains.
+    """A grid over all ranks of the default process group: the plugins' axes, and `dp`, which takes what remains.
 
     Every collective here must be called by each rank of the axes it names, or by none of them.
     """
@@ -109,14 +67,15 @@ class Mesh:
                 "change the sizes or --nproc-per-node"
             )
         self.device = device
-        self.axes = tuple(sorted([*axes, Axis(DP, world // model_size, DP_ORDER)], key=lambda axis: axis.order))
+        everything = [*axes, Axis(DP, world // model_size, DP_ORDER, "rows")]
+        self.axes = tuple(sorted(everything, key=lambda axis: axis.order))
         self._mesh: DeviceMesh = init_device_mesh(
             device.type, tuple(a.size for a in self.axes), mesh_dim_names=tuple(a.name for a in self.axes)
         )
-        # Building a group takes the whole world, so joint ones are built here, not when only some ranks ask for them.
+        # Building a group takes the whole world, so joint groups are built here, not when only some ranks ask for them.
         long = [axis.name for axis in self.axes if axis.size > 1]
-        joint = [frozenset(names) for n in range(2, len(long) + 1) for names in itertools.combinations(long, n)]
-        self._joint = {names: self._build_joint(names) for names in joint}
+        self._joint = {names: self._build_joint(names) for names in _subsets(long) if len(names) > 1}
+        self._added: dict[str, list[list[int]]] = {}
 
     @property
     def rank(self) -> int:
@@ -128,39 +87,62 @@ class Mesh:
         """Number of processes in the world."""
         return dist.get_world_size()
 
-    def size(self, axis: str) -> int:
-        """Return the number of ranks along `axis`; 1 for an axis that nobody added."""
-        if frozenset({axis}) in self._joint:
-            return self._joint[frozenset({axis})].size()
-        return next((a.size for a in self.axes if a.name == axis), 1)
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks read different rows; outermost first."""
+        return self._splitting("rows")
 
-    def coordinate(self, axis: str) -> int:
-        """Return this rank's place along `axis`; 0 for an axis that nobody added."""
-        return self._mesh.get_local_rank(axis) if any(a.name == axis for a in self.axes) else 0
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks hold different parts of the same rows; outermost first."""
+        return self._splitting("tokens")
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks see different tokens: gradients, losses and counts are partial sums over them."""
+        return self._splitting("rows", "tokens")
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the first of its replicas, which see the same tokens: it contributes to sums."""
+        return not any(self.coordinate(axis.name) for axis in self.axes if axis.splits == "nothing")
+
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks along all of `axes` together; an axis that nobody added counts 1."""
+        return math.prod(self._size(axis) for axis in axes)
+
+    def coordinate(self, *axes: str) -> int:
+        """Return this rank's number among those along all of `axes`, the last axis varying fastest.
+
+        0 for an axis that nobody added.
+        """
+        number = 0
+        for axis in axes:
+            known = any(a.name == axis for a in self.axes)
+            number = number * self._size(axis) + (self._mesh.get_local_rank(axis) if known else 0)
+        return number
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this one only along `axes`, at least one of them."""
-        present = [axis for axis in axes if self.size(axis) > 1] or axes[:1]
+        present = [axis for axis in axes if self._size(axis) > 1] or axes[:1]
         names = frozenset(present)
         if names not in self._joint and len(names) > 1:
             raise ValueError(f"nobody built a group of the axes {', '.join(sorted(names))} together")
         return self._joint[names] if names in self._joint else self._mesh.get_group(present[0])
 
-    def another_group(self, axis: str) -> dist.ProcessGroup:
-        """Return a second group over the ranks of `axis`, for collectives that follow no common order with the first's.
+    def another_group(self, *axes: str) -> dist.ProcessGroup:
+        """Return a second group over the ranks of `axes`, for collectives that follow no common order with the first's.
 
         Called by every rank of the world.
         """
-        return self._build_joint(frozenset([axis]))
+        return self._build_joint(frozenset(axes))
 
     def lines(self, axis: str) -> list[list[int]]:
         """Return the world's ranks in lines along `axis`, each in the order of its coordinates."""
-        place = [a.name for a in self.axes].index(axis)
-        lines: list[list[int]] = self._mesh.mesh.movedim(place, -1).reshape(-1, self.axes[place].size).tolist()
-        return lines
+        return self._blocks(frozenset({axis}))
 
     def new_groups(self, lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Build a group of each list of ranks; return the one with this rank. Called by every rank of the world."""
+        """Build a group of each list of ranks; return this rank's, if any. Called by every rank of the world."""
         mine = None
         for ranks in lists:
             group = dist.new_group(list(ranks))
@@ -169,22 +151,29 @@ class Mesh:
         return mine
 
     def add_axis(self, name: str, lists: Sequence[Sequence[int]]) -> None:
-        """Add an axis that only the ranks in `lists` lie on, each list one line; to all others it has size 1.
+        """Add an axis on which only the ranks in `lists` lie, each list one line; for all other ranks it has size 1.
 
-        For weights that some ranks of another axis share. It may be summed over alone, or together with `dp`.
-        Called by every rank of the world.
+        It is for weights that some ranks of another axis share, and may be summed over alone or together with
+        `data_axes`. Adding the same axis again changes nothing. Called by every rank of the world. Raises ValueError
+        where the name is another axis's.
         """
-        group = self.new_groups(lists)
-        dp_line = {rank: line for line in self.lines(DP) for rank in line}
-        joint = {tuple(sorted({other for rank in ranks for other in dp_line[rank]})) for ranks in lists}
-        group_with_dp = self.new_groups(sorted(joint))
-        if group is not None and group_with_dp is not None:
-            self._joint[frozenset({name})] = group
-            self._joint[frozenset({DP, name})] = group_with_dp
+        ranks_of_lines = sorted(sorted(ranks) for ranks in lists)
+        if any(axis.name == name for axis in self.axes):
+            raise ValueError(f"the mesh has an axis {name!r} already")
+        if name in self._added:
+            if self._added[name] != ranks_of_lines:
+                raise ValueError(f"mesh axis {name!r} was added before, along other ranks")
+            return
+        self._added[name] = ranks_of_lines
+        for subset in _subsets([axis for axis in self.data_axes if self._size(axis) > 1]):
+            others = {rank: block for block in self._blocks(subset) for rank in block}
+            joined = {tuple(sorted({other for rank in ranks for other in others[rank]})) for ranks in lists}
+            if (group := self.new_groups(sorted(joined))) is not None:
+                self._joint[subset | {name}] = group
 
     def sum(self, tensor: torch.Tensor, *axes: str) -> torch.Tensor:
-        """Sum `tensor` in place over the ranks of `axes` and return it; nothing is sent where that is one rank."""
-        present = [axis for axis in axes if self.size(axis) > 1]
+        """Sum `tensor` in place over the ranks of `axes` and return it; nothing is sent where they are one rank."""
+        present = [axis for axis in axes if self._size(axis) > 1]
         if present:
             dist.all_reduce(tensor, group=self.group(*present))
         return tensor
@@ -220,15 +209,28 @@ class Mesh:
     def __str__(self) -> str:
         return " x ".join(f"{axis.name} {axis.size}" for axis in self.axes)
 
+    def _size(self, axis: str) -> int:
+        if frozenset({axis}) in self._joint:
+            return self._joint[frozenset({axis})].size()
+        return next((a.size for a in self.axes if a.name == axis), 1)
+
+    def _splitting(self, *kinds: str) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes if axis.splits in kinds)
+
+    def _blocks(self, names: frozenset[str]) -> list[list[int]]:
+        """Return the world's ranks in blocks, each of the ranks that differ only along the axes `names`."""
+        inside = [place for place, axis in enumerate(self.axes) if axis.name in names]
+        outside = [place for place in range(len(self.axes)) if place not in inside]
+        ranks = self._mesh.mesh.permute(*outside, *inside)  # [size of each axis]: the rank at each place
+        blocks: list[list[int]] = ranks.reshape(-1, math.prod(self.axes[place].size for place in inside)).tolist()
+        return blocks
+
     def _build_joint(self, names: frozenset[str]) -> dist.ProcessGroup:
-        ranks = self._mesh.mesh  # [size of each axis]: the rank at each place
-        inside = [i for i, axis in enumerate(self.axes) if axis.name in names]
-        outside = [i for i in range(ranks.dim()) if i not in inside]
-        mine: dist.ProcessGroup | None = None
-        for place in itertools.product(*(range(ranks.shape[i]) for i in outside)):
-            members = ranks.permute(*outside, *inside)[place].flatten().tolist()
-            group = dist.new_group(members)
-            if self.rank in members:
-                mine = group
+        mine = self.new_groups(self._blocks(names))
         assert mine is not None, "every rank lies in exactly one of the groups"
         return mine
+
+
+def _subsets(names: Sequence[str]) -> list[frozenset[str]]:
+    """Return every set of some of `names`, the empty one included, small ones first."""
+    return [frozenset(some) for n in range(len(names) + 1) for some in itertools.combinations(names, n)]

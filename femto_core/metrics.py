@@ -1,11 +1,10 @@
-"""What a step yields, and how fast and large it was."""
+"""The numbers of a step, its speed, and its memory."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
-from typing import Any
 
 import attrs
 import torch
@@ -16,20 +15,20 @@ PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 
 
 @attrs.frozen(kw_only=True)
 class StepInfo:
-    """One optimizer step, equal on all ranks but for `seconds`."""
+    """One optimizer step; equal on all ranks, except `seconds`."""
 
     step: int
     """Number of the step, from 1."""
     loss: float
-    """Mean loss of the global batch's valid targets before the update; NaN where it had none."""
+    """Loss before the update, divided by the batch's weight: a mean over valid targets. NaN where the weight is 0."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
-    """`optim.lr` times the schedule's factor; an optimizer's groups with peaks of their own follow the same factor."""
+    """`optim.lr` times the schedule's factor; parameter groups with another peak follow the same factor."""
     tokens: int
     """Valid targets of the global batch."""
     skipped: bool
-    """The gradient was not finite, or there was nothing to learn: weights are untouched."""
+    """Whether the weights are untouched: the gradient was not finite, or there was nothing to learn."""
     skipped_total: int
     seconds: float
 
@@ -40,7 +39,7 @@ class Meter:
 
     flops_per_token: float
     tokens_per_step: int
-    """Places in a global batch, those without a target included: they are computed all the same."""
+    """Tokens of a global batch, including those without a target, which are computed all the same."""
     world_size: int
     device: torch.device
     peak_tflops: float
@@ -53,8 +52,8 @@ class Meter:
     def stop(self) -> float:
         """Return the seconds since `start`.
 
-        Reading a step's loss has waited for forward and backward; on a GPU the update may still be under way, and then
-        falls into the next step's time.
+        Reading a step's loss has waited for forward and backward. On a GPU the update may still run, and then counts
+        towards the next step.
         """
         return time.perf_counter() - self._started
 
@@ -69,19 +68,6 @@ class Meter:
         if self.peak_tflops:
             rates["mfu"] = tflops / self.peak_tflops
         return rates
-
-
-def flops_per_token(config: Any, seq_len: int) -> float:
-    """Return the model FLOPs of forward and backward per token (Chowdhery et al. 2022, appendix B): 6 N + 12 L a s.
-
-    N counts the parameters that multiply (all but the embedding look-up), L the layers, a the width of all heads.
-    """
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    attention = config.hidden_size * width * (2 * heads + 2 * config.num_key_value_heads)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    multiplying = config.num_hidden_layers * (attention + mlp) + config.hidden_size * config.vocab_size
-    return float(6 * multiplying + 12 * config.num_hidden_layers * heads * width * seq_len)
 
 
 def known_peak_tflops(device: torch.device) -> float:

@@ -6,6 +6,7 @@ embedding, norm or head that other stages hold, are taken away. It receives memo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -20,45 +21,48 @@ from transformers import PretrainedConfig
 from femto_core.batch import Batch
 from femto_core.errors import UserError
 from femto_core.layout import ParamLayout
+from femto_core.mesh import Mesh
 from femto_core.weights import WeightSource
-from femto_ops.anatomy import changes_embeddings
+from femto_ops.autograd import in_backward
 from femto_ops.deferral import WeightGradients
+from femto_ops.probes import changes_embeddings
 
 
 class Head(nn.Linear):
-    """The matrix from hidden states to logits, which can also run something else with its weight at hand."""
+    """The matrix from hidden states to logits, which can also run a function of both inside its call."""
 
-    def forward(
-        self, hidden: torch.Tensor, then: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, then: Callable[[torch.Tensor, torch.Tensor], Any] | None = None) -> Any:
         """Return the logits [..., v] of `hidden` [..., h], or what `then(hidden, weight)` makes of the two.
 
         `then` runs inside the module's call, so that hooks which gather, cast or time weights see it like any other
-        use, while the loss can work through the head in chunks.
+        use, while a loss can work through the head in chunks. It returns a tensor or a tuple of tensors.
         """
         return F.linear(hidden, self.weight) if then is None else then(hidden, self.weight)
 
 
-class LayerRange(nn.ModuleList):
-    """Some of a model's layers under their global numbers, so that names do not depend on where the model is cut."""
+class SideLosses:
+    """Scalars that layers add to the loss in a forward pass (router balance, z-loss), for the schedule to collect.
 
-    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
-        super().__init__()
-        for number, layer in layers.items():
-            self._modules[str(number)] = layer
+    A module of the full model that has an attribute `side_losses` (None, until there is a stage) gets its stage's.
+    """
 
-        self.visible = range(0)
-        """The layers that the forward pass under way sees."""
+    def __init__(self) -> None:
+        self.total: torch.Tensor | None = None
+        """The sum since the last `take`; None where no layer added anything."""
 
-    def __getitem__(self, index: Any) -> Any:
-        """Return what a list of the visible layers would; transformers' forward takes the slice of all."""
-        return [self._modules[str(number)] for number in self.visible][index]
+    def add(self, loss: torch.Tensor) -> None:
+        """Add a scalar `loss`: a sum, which is divided by the step's weight like the task's own.
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self[:])
+        Nothing happens without gradients, nor while a checkpointed layer is computed again in backward: its first
+        forward has added the loss already.
+        """
+        if torch.is_grad_enabled() and not in_backward():
+            self.total = loss if self.total is None else self.total + loss
 
-    def __len__(self) -> int:
-        return len(self.visible)
+    def take(self) -> torch.Tensor | None:
+        """Return `total`, and begin anew."""
+        total, self.total = self.total, None
+        return total
 
 
 @attrs.define
@@ -66,7 +70,7 @@ class FullModel:
     """A whole causal LM on the meta device, and the source of its weights."""
 
     module: Any
-    """transformers' ...ForCausalLM, its head replaced by `Head` and its hot spots by thriftier ones."""
+    """transformers' ...ForCausalLM, its head replaced by `Head`, its norms and MLPs by fused ones."""
     weights: WeightSource
 
     @property
@@ -81,14 +85,16 @@ class FullModel:
 
 
 class Stage:
-    """What one rank computes: one or more chunks of layers in a row; the first of all embeds, the last of all has the
-    final norm and the head.
+    """All that one rank computes: one or more chunks of consecutive layers, and perhaps the model's two ends.
+
+    The first stage embeds; the last one has the final norm and the head.
     """
 
     def __init__(
         self,
         full: FullModel,
         chunks: Sequence[range],
+        mesh: Mesh,
         replicated: frozenset[str],
         *,
         first: bool = True,
@@ -101,34 +107,42 @@ class Stage:
         """
         self.chunks, self.first, self.last = tuple(chunks), first, last
         self.weight_grads = WeightGradients()
+        self.side_losses = SideLosses()
+        self.body_inputs: Callable[[Batch], Mapping[str, Any]] = lambda batch: {}
+        """Further keyword arguments of the model's body, made of a batch; a plugin may set it."""
         self.module = copy.deepcopy(full.module)
         self.body = self.module.model
         if (len(self.chunks) > 1 or not (first and last)) and changes_embeddings(self.body):
             raise UserError(f"{type(self.body).__name__} changes its embeddings, so that it cannot be cut into stages")
-        self.body.layers = LayerRange({i: self.body.layers[i] for chunk in chunks for i in chunk})
-        self._layer_types = getattr(full.config, "layer_types", None)
-        if self._layer_types:
-            self.body.config = copy.copy(self.body.config)
-        self._no_norm = nn.Identity()
+        # By number, so that names do not depend on where the model is cut.
+        self.body.layers = nn.ModuleDict({str(i): self.body.layers[i] for chunk in chunks for i in chunk})
         if not self.first:
             self.body.embed_tokens = nn.Identity()
         if not self.last:
             self.body.norm = self.module.lm_head = nn.Identity()
+        for module in self.module.modules():
+            if hasattr(module, "side_losses"):
+                module.side_losses = self.side_losses
+        self._bodies: list[nn.Module] = []
         embedding = "model.embed_tokens.weight"
         tied = embedding if full.tied and (self.first or self.last) else ""
         self.layouts: dict[str, ParamLayout] = {}
+        partial = replicated & {*mesh.data_axes}
         for name, parameter in self.named_parameters():
             is_tied = bool(tied) and name in (embedding, "lm_head.weight")
-            layout = ParamLayout.whole(
-                embedding if is_tied else name, parameter.shape, replicated, tied=tied if is_tied else ""
-            )
-            self.layouts[name] = attrs.evolve(layout, primary=not is_tied or self.first)
+            layout = ParamLayout.whole(embedding if is_tied else name, parameter.shape, replicated, partial)
+            self.layouts[name] = attrs.evolve(layout, tied=tied if is_tied else "", primary=not is_tied or self.first)
 
     @property
     def config(self) -> PretrainedConfig:
         """The full model's transformers config."""
         config: PretrainedConfig = self.module.config
         return config
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter of the stage is trained."""
+        return any(parameter.requires_grad for _, parameter in self.named_parameters())
 
     @property
     def head(self) -> nn.Module:
@@ -146,7 +160,7 @@ class Stage:
             yield f"model.layers.{number}", layer
 
     def set_layer(self, name: str, layer: nn.Module) -> None:
-        """Put `layer` in the place of the one called `name`."""
+        """Put `layer` in the place of the layer called `name`. To be called before the first forward."""
         setattr(self.body.layers, name.rpartition(".")[2], layer)
 
     def embeds(self, chunk: int) -> bool:
@@ -157,28 +171,57 @@ class Stage:
         """Tell whether a chunk ends with the final norm, and the head follows."""
         return self.last and chunk == len(self.chunks) - 1
 
-    def forward(self, inputs: torch.Tensor, batch: Batch, chunk: int = 0) -> torch.Tensor:
-        """Return a chunk's hidden states [b, s, h], after the final norm where it is the last of all.
+    def forward(self, inputs: torch.Tensor, batch: Batch, chunk: int = 0, **named: Any) -> torch.Tensor:
+        """Return a chunk's hidden states [b, s, h], after the final norm where the chunk ends with it.
 
-        `inputs` are the batch's token ids [b, s] for the first chunk of all, for others the one before's hidden states.
+        `inputs`: token ids [b, s] for the model's first chunk, otherwise the previous chunk's hidden states. `named`
+        arguments, and those of `body_inputs`, go to the model's body.
         """
-        self.body.layers.visible = self.chunks[chunk]
-        if self._layer_types:  # transformers' forward numbers them from the first layer it sees
-            self.body.config.layer_types = [self._layer_types[i] for i in self.chunks[chunk]]
-        norm = self.body.norm
-        if not self.has_head(chunk):
-            self.body.norm = self._no_norm
-        try:
-            entry = {"input_ids": inputs} if self.embeds(chunk) else {"inputs_embeds": inputs}
-            output = self.body(**entry, position_ids=batch.position_ids, use_cache=False)
-        finally:
-            self.body.norm = norm
-        hidden: torch.Tensor = output.last_hidden_state
+        self.side_losses.take()  # drop the losses of a forward that was not collected
+        body = self._body_of(chunk)
+        entry = {"input_ids": inputs} if self.embeds(chunk) else {"inputs_embeds": inputs}
+        named = {"use_cache": False, **self.body_inputs(batch), **named}
+        hidden: torch.Tensor = body(**entry, position_ids=batch.position_ids, **named).last_hidden_state
         return hidden
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""
         self.module.train(mode)
+        for body in self._bodies:
+            body.training = mode
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Switch dropout off inside, and back to what it was afterwards, whatever happens."""
+        was_training: bool = self.module.training
+        self.train(False)
+        try:
+            yield
+        finally:
+            self.train(was_training)
+
+    def _body_of(self, chunk: int) -> nn.Module:
+        """Return transformers' body with one chunk's layers.
+
+        Bodies share all modules and hooks with the model's own body. They are made at the first forward, when modules
+        are no longer replaced. So a forward changes no module, and each chunk can be compiled or captured on its own.
+        """
+        if not self._bodies:
+            self._bodies = [self._make_body(number) for number in range(len(self.chunks))]
+        return self._bodies[chunk]
+
+    def _make_body(self, chunk: int) -> nn.Module:
+        body: nn.Module = copy.copy(self.body)
+        numbers = self.chunks[chunk]
+        own = {"layers": nn.ModuleList(self.body.layers[str(number)] for number in numbers)}
+        body._modules = {**self.body._modules, **own}
+        if not self.has_head(chunk):
+            body._modules["norm"] = nn.Identity()
+        config: Any = copy.copy(self.body.config)
+        if types := getattr(config, "layer_types", None):  # numbered from the first layer that forward sees
+            config.layer_types = [types[number] for number in numbers]
+            body.config = config
+        return body
 
     def replace_parameters(self, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
         """Put `make(name, old)` in the place of each parameter, wherever it is used, so that ties stay ties."""
@@ -200,7 +243,7 @@ class Stage:
     ) -> None:
         """Give every parameter memory with no values yet, and every buffer its values.
 
-        A parameter named in `given` takes that one's place, any other a tensor of its own in the dtype for its name.
+        A parameter named in `given` is replaced by the given one, any other by a new tensor in the dtype for its name.
         """
 
         def make(name: str, old: nn.Parameter) -> nn.Parameter:
@@ -212,12 +255,16 @@ class Stage:
         self.compute_buffers(device)
 
     def compute_buffers(self, device: torch.device) -> None:
-        """Compute buffers that no file holds (the rotary frequencies) anew: after the meta device they have no values.
+        """Compute the buffers that no file holds: on the meta device they had no values.
 
-        Raises `UserError` for a buffer that this knows no way to compute.
+        Rotary frequencies follow from the config; any other module computes its own by a method
+        `reset_buffers(device)`. Raises `UserError` for a module with buffers and no such method.
         """
         for name, module in self.module.named_modules():
             if not module._buffers:
+                continue
+            if callable(reset := getattr(module, "reset_buffers", None)):
+                reset(device)
                 continue
             if not hasattr(module, "inv_freq"):
                 raise UserError(

@@ -1,4 +1,4 @@
-"""Plugins: which are installed, which are active, and whether they fit together, all before any process group exists.
+"""Plugins: discovery, activation, and whether they fit together, all before any process group exists.
 
 Installing is not activating: only names asked for are loaded. The kernel's own parts are plugins too (`BUILT_IN`),
 registered first, so that pluggy calls them last.
@@ -35,7 +35,7 @@ BUILT_IN = {
     "recorder": "femto_report.recorder:Recorder",
     "progress": "femto_report.progress:ProgressReport",
     "profiler": "femto_report.profiler:Profiler",
-    "tools": "femto_report.tools",
+    "tools": "femto_tools.plugin",
 }
 
 
@@ -48,8 +48,15 @@ class PluginInfo:
     version: str
     active: bool
     seats: tuple[str, ...]
+    wraps: tuple[str, ...]
+    """Seats of others that the plugin wraps, which claims nothing."""
     hooks: tuple[str, ...]
     problem: str = ""
+
+    @property
+    def roles(self) -> set[str]:
+        """The roles of all hooks that the plugin implements."""
+        return {hook_role(hook) for hook in (*self.seats, *self.wraps, *self.hooks)}
 
 
 @attrs.frozen(kw_only=True)
@@ -61,8 +68,15 @@ class Plugins:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Name -> version of each active plugin that is not built in; must be equal on all ranks."""
+        """Name -> distribution and version of each active plugin that is not built in; equal on all ranks."""
         return {p.name: f"{p.distribution} {p.version}" for p in self.active if p.name not in BUILT_IN}
+
+    def answer_first(self, name: str, plugin: object) -> None:
+        """Let `plugin` answer the seats that it implements before the plugins that take them.
+
+        For commands that try a run out on other data. Raises `UserError` where its hooks do not fit.
+        """
+        _register(self.manager, name, plugin)
 
 
 def hook_names() -> list[str]:
@@ -76,6 +90,11 @@ def is_seat(hook: str) -> bool:
     return bool(options["firstresult"])
 
 
+def hook_role(hook: str) -> str:
+    """Return what implementing `hook` makes of a plugin: "setup", "layout", "content" or "observe"."""
+    return str(getattr(hookspecs, hook).femto_role)
+
+
 def activate(
     names: Sequence[str],
     trace: Callable[[str], None] | None = None,
@@ -83,10 +102,10 @@ def activate(
 ) -> Plugins:
     """Load and check the plugins `names` ("tp", "no:progress", ...); `trace` receives a line for each hook call.
 
-    `objects` are plugins at hand that need no installing: a test's, a notebook's.
+    `objects` are further plugins that need no installing, such as a test's or a notebook's.
 
-    Raises `UserError` where a plugin is not installed, does not import, wants another femto-core, has a hook that does
-    not exist, or wants a seat that another one has.
+    Raises `UserError` where a plugin is not installed, does not import, needs another femto-core, implements an unknown
+    hook, or takes a seat that another plugin takes.
     """
     blocked = {name[3:] for name in names if name.startswith("no:")}
     wanted = [name for name in dict.fromkeys(names) if not name.startswith("no:") and name not in blocked]
@@ -161,7 +180,7 @@ def load(entry: EntryPoint) -> object:
 
 
 def list_plugins(active_names: Iterable[str]) -> list[PluginInfo]:
-    """Return every installed plugin, built-in ones first; one that could not be activated says why in `problem`.
+    """Return every installed plugin, built-in ones first; `problem` says why a plugin cannot be activated.
 
     Raises `UserError` where one of `active_names` is not installed.
     """
@@ -219,14 +238,18 @@ def _register(manager: pluggy.PluginManager, name: str, plugin: object) -> None:
 
 
 def _info(name: str, dist: Distribution, plugin: object, *, is_active: bool) -> PluginInfo:
-    hooks = tuple(h for h in hook_names() if getattr(getattr(plugin, h, None), "femto_impl", None) is not None)
+    marks = {hook: getattr(getattr(plugin, hook, None), "femto_impl", None) for hook in hook_names()}
+    options: dict[str, Any] = {hook: mark for hook, mark in marks.items() if mark is not None}
+    hooks = list(options)
+    wrappers = [hook for hook in hooks if is_seat(hook) and (options[hook]["wrapper"] or options[hook]["hookwrapper"])]
     return PluginInfo(
         name=name,
         distribution=dist.name,
         version=dist.version,
         active=is_active,
-        seats=tuple(h for h in hooks if is_seat(h)),
-        hooks=tuple(h for h in hooks if not is_seat(h)),
+        seats=tuple(hook for hook in hooks if is_seat(hook) and hook not in wrappers),
+        wraps=tuple(wrappers),
+        hooks=tuple(hook for hook in hooks if not is_seat(hook)),
     )
 
 

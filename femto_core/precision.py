@@ -14,11 +14,11 @@ from femto_core.model import Stage
 
 
 @attrs.frozen(kw_only=True)
-class ParamGroup:
-    """One parameter, or this rank's share of it, in its two roles.
+class ParamShare:
+    """This rank's share of one parameter (all of it, unless a strategy shards), in its two roles.
 
-    `compute` is what forward and backward see (or the share of it this rank owns) and where the reduced gradient lies;
-    `master` is what the optimizer sees. Without mixed precision they are one tensor.
+    `compute` is what forward and backward see of the share, and where its finished gradient lies; `master` is what the
+    optimizer sees. Without mixed precision both are one tensor.
     """
 
     name: str
@@ -28,14 +28,14 @@ class ParamGroup:
 
     @property
     def trainable(self) -> bool:
-        """Whether there is anything for the optimizer to do: a gradient is wanted, and the share is not empty."""
-        return self.master.requires_grad and self.master.numel() > 0
+        """Whether the parameter is trained; this rank's share of it may be empty."""
+        return self.master.requires_grad
 
 
-class MixedPrecisionManager(Protocol):
-    """Decides dtypes and keeps `ParamGroup`s in step.
+class Precision(Protocol):
+    """Decides dtypes and keeps the two roles of each `ParamShare` in step.
 
-    One step, for each of the `parts` in turn: copy_grads_to_master, (clip, update), sync_weights, zero_grad.
+    A step does, for each of `update_groups` in turn: copy_grads_to_master, (clip, update), sync_weights, zero_grad.
     """
 
     def dtype_of(self, name: str, stage: Stage) -> torch.dtype:
@@ -47,24 +47,28 @@ class MixedPrecisionManager(Protocol):
     def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
         """Return the dtype in which they travel between ranks: as wide as `accumulate_dtype`, or narrower."""
 
-    def make_group(self, name: str, compute: nn.Parameter, layout: ParamLayout) -> ParamGroup:
-        """Pair a parameter (or share) with its master."""
+    def make_share(self, name: str, compute: nn.Parameter, layout: ParamLayout) -> ParamShare:
+        """Pair a parameter (or this rank's share of it) with its master."""
 
-    def parts(self, groups: Sequence[ParamGroup]) -> Sequence[Sequence[ParamGroup]]:
-        """Divide `groups` into those to be updated together, so that not all gradients are there twice at once."""
+    def update_groups(self, shares: Sequence[ParamShare]) -> Sequence[Sequence[ParamShare]]:
+        """Divide `shares` into groups that are updated one after the other, so that few wide gradients exist at once.
 
-    def copy_grads_to_master(self, groups: Sequence[ParamGroup]) -> None:
-        """Make each `master.grad` the gradient that `compute` has after reduction."""
+        Ranks that hold the same parameters must get the same groups, in the same order, however large their own shares
+        are: an optimizer may communicate within a group.
+        """
 
-    def sync_weights(self, groups: Sequence[ParamGroup]) -> None:
-        """Carry updated masters back into `compute`."""
+    def copy_grads_to_master(self, shares: Sequence[ParamShare]) -> None:
+        """Make each `master.grad` the finished gradient of `compute`."""
 
-    def zero_grad(self, groups: Sequence[ParamGroup]) -> None:
+    def sync_weights(self, shares: Sequence[ParamShare]) -> None:
+        """Copy updated masters into `compute`."""
+
+    def zero_grad(self, shares: Sequence[ParamShare]) -> None:
         """Drop the gradients of both roles."""
 
 
 class SinglePrecision:
-    """One dtype for everything: the master is the parameter itself, so nothing needs carrying."""
+    """One dtype for everything: the master is the parameter itself, so nothing is copied."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -78,18 +82,18 @@ class SinglePrecision:
     def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
         return compute
 
-    def make_group(self, name: str, compute: nn.Parameter, layout: ParamLayout) -> ParamGroup:
-        return ParamGroup(name=name, compute=compute, master=compute, layout=layout)
+    def make_share(self, name: str, compute: nn.Parameter, layout: ParamLayout) -> ParamShare:
+        return ParamShare(name=name, compute=compute, master=compute, layout=layout)
 
-    def parts(self, groups: Sequence[ParamGroup]) -> Sequence[Sequence[ParamGroup]]:
-        return [groups]
+    def update_groups(self, shares: Sequence[ParamShare]) -> Sequence[Sequence[ParamShare]]:
+        return [shares]
 
-    def copy_grads_to_master(self, groups: Sequence[ParamGroup]) -> None:
+    def copy_grads_to_master(self, shares: Sequence[ParamShare]) -> None:
         pass
 
-    def sync_weights(self, groups: Sequence[ParamGroup]) -> None:
+    def sync_weights(self, shares: Sequence[ParamShare]) -> None:
         pass
 
-    def zero_grad(self, groups: Sequence[ParamGroup]) -> None:
-        for group in groups:
-            group.master.grad = None
+    def zero_grad(self, shares: Sequence[ParamShare]) -> None:
+        for share in shares:
+            share.master.grad = None

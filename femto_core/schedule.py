@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from femto_core.batch import Batch
-from femto_core.loss import Loss
+from femto_core.loss import BatchLoss
 from femto_core.mesh import Mesh
 from femto_core.model import FullModel, Stage
-from femto_core.sync import GradientSynchronizer
+from femto_core.sharding import ShardingStrategy
 
 
 class Schedule(Protocol):
@@ -26,13 +26,14 @@ class Schedule(Protocol):
         self,
         stage: Stage,
         micro_batches: Sequence[Batch],
-        loss: Loss,
+        loss: BatchLoss,
         scale: torch.Tensor,
-        grad_sync: GradientSynchronizer,
+        sharding: ShardingStrategy,
     ) -> torch.Tensor:
         """Run forward and backward of all micro-batches; gradients add up to those of `scale` times the summed loss.
 
-        All backwards but the stage's last run inside `grad_sync.no_sync()`. Returns this dp rank's summed loss.
+        The stage's side losses are part of the loss. All backwards but the stage's last run inside
+        `sharding.no_sync()`. Returns the summed loss (float64 scalar) of the tokens that this rank sees.
         """
 
     def forward(
@@ -55,23 +56,25 @@ class Sequential:
 
     def partition(self, model: FullModel) -> Stage:
         everywhere = frozenset(axis.name for axis in self._mesh.axes)
-        return Stage(model, [range(model.config.num_hidden_layers)], everywhere)
+        return Stage(model, [range(model.config.num_hidden_layers)], self._mesh, everywhere)
 
     def run(
         self,
         stage: Stage,
         micro_batches: Sequence[Batch],
-        loss: Loss,
+        loss: BatchLoss,
         scale: torch.Tensor,
-        grad_sync: GradientSynchronizer,
+        sharding: ShardingStrategy,
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for number, micro_batch in enumerate(micro_batches, start=1):
             is_last = number == len(micro_batches)
-            with contextlib.nullcontext() if is_last else grad_sync.no_sync():
+            with contextlib.nullcontext() if is_last else sharding.no_sync():
                 batch = micro_batch.to(self._mesh.device)
                 hidden = stage.forward(batch.input_ids, batch)
-                loss_sum = loss(hidden, stage.head, batch.targets)
+                side = stage.side_losses.take()
+                loss_sum = loss(hidden, stage.head, batch)
+                loss_sum = loss_sum if side is None else loss_sum + side
                 (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
                 total += loss_sum.detach()
         return total

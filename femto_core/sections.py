@@ -1,4 +1,7 @@
-"""The kernel's own config sections: every setting, its default, its range, and its sentence in --help."""
+"""The kernel's own config sections: every setting, its default, its range, and its sentence in --help.
+
+Sections of built-in plugins stand beside their plugins.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,10 @@ class TrainSection:
     """CPU threads of each process; 0: the machine's cores divided by the processes on it."""
     compile: bool = False
     """Compile each layer with torch.compile."""
+    peak_tflops: float = attrs.field(default=0.0, validator=not_negative)
+    """The device's peak in TFLOP/s, for MFU; 0: known for common GPUs, otherwise only TFLOP/s is shown."""
+    bucket_mib: float = attrs.field(default=25.0, validator=positive)
+    """MiB of gradients that are summed over ranks at a time, where no sharding plugin sums them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -91,17 +98,15 @@ class ModelSection:
     tied: bool = True
     """Share one matrix between the embedding and the head."""
     attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """transformers' attention implementation; flash keeps documents apart in one row at a time only."""
+    """transformers' attention implementation; FlashAttention isolates packed documents only with micro_batch = 1."""
 
 
 @attrs.frozen(kw_only=True)
 class DataSection:
-    """What is read, in which shape."""
+    """The data, and the shape of a batch."""
 
     path: str = ""
     """Directory written by `femto preprocess`; empty: the Python standard library's own sources."""
-    cache: str = "~/.cache/femto"
-    """Where the standard library's tokens are kept after the first time."""
     seq_len: int = attrs.field(default=256, validator=positive)
     """Tokens in a row."""
     micro_batch: int = attrs.field(default=0, validator=not_negative)
@@ -113,7 +118,7 @@ class DataSection:
     prefetch: int = attrs.field(default=2, validator=positive)
     """Micro-batches that each loader process has ready ahead of the step; no meaning without workers."""
     remainder: Literal["drop", "pad"] = "drop"
-    """Rows at an epoch's end that fill no global batch: leave them out, or fill up with rows that carry no loss."""
+    """Last rows of an epoch, where they fill no global batch: leave them out, or pad with rows that carry no loss."""
     shuffle: bool = True
     """A new order in each epoch, decided by train.seed and the epoch."""
 
@@ -153,20 +158,6 @@ class EvalSection:
 
 
 @attrs.frozen(kw_only=True)
-class SampleSection:
-    """Text continued by the model while it trains."""
-
-    every: int = attrs.field(default=0, validator=not_negative)
-    """Steps between samples; 0: only before the first step and after the last."""
-    prompts: tuple[str, ...] = ("def ", "class ", "import ")
-    """Texts to continue; none: no samples."""
-    tokens: int = attrs.field(default=40, validator=positive)
-    """Tokens to add to each prompt."""
-    temperature: float = attrs.field(default=0.7, validator=not_negative)
-    """Divides the logits before drawing; 0: always the likeliest token."""
-
-
-@attrs.frozen(kw_only=True)
 class CheckpointSection:
     """Saving and resuming."""
 
@@ -175,32 +166,12 @@ class CheckpointSection:
     resume: str = "none"
     """none; auto: the run's newest complete checkpoint if there is one; or the path of a checkpoint."""
     weights_only: bool = False
-    """Take over only the weights of checkpoint.resume: a new run from its first step, with a new optimizer."""
+    """Take over only the weights of checkpoint.resume; the run begins at its first step, with a new optimizer."""
     keep: int = attrs.field(default=3, validator=not_negative)
     """Newest checkpoints to keep; 0: all."""
     keep_every: int = attrs.field(default=0, validator=not_negative)
-    """Keep those of every so many steps for good; 0: none."""
+    """Keep every checkpoint whose step is a multiple of this; 0: none."""
     wait: bool = False
-    """Stop training while a checkpoint is written, instead of writing a copy beside it."""
+    """Stop training while a checkpoint is written, instead of copying it first and writing beside training."""
     timeout: float = attrs.field(default=1800.0, validator=positive)
     """Seconds that rank 0 waits for the other ranks' shares of a checkpoint."""
-
-
-@attrs.frozen(kw_only=True)
-class LogSection:
-    """What is shown and recorded."""
-
-    every: int = attrs.field(default=10, validator=positive)
-    """Steps between printed lines where there is no terminal; metrics.jsonl has every step."""
-    peak_tflops: float = attrs.field(default=0.0, validator=not_negative)
-    """The device's peak in TFLOP/s, for MFU; 0: known for common GPUs, otherwise only TFLOP/s is shown."""
-
-
-@attrs.frozen(kw_only=True)
-class ProfileSection:
-    """A torch.profiler trace for the Chrome or Perfetto viewer."""
-
-    step: int = attrs.field(default=0, validator=not_negative)
-    """First step to trace; 0: none."""
-    steps: int = attrs.field(default=1, validator=positive)
-    """How many steps to trace."""

@@ -1,55 +1,44 @@
-"""The sharding seat: who keeps, updates and gathers which part of the weights."""
+"""The sharding seat: which part of the weights a rank keeps and updates, and how gradients reach it."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
-import torch
-
 from femto_core.model import Stage
-from femto_core.precision import MixedPrecisionManager, ParamGroup
+from femto_core.precision import ParamShare, Precision
 
 
 class ShardingStrategy(Protocol):
-    """The four moments at which sharding steps into training, and its end."""
+    """Gives a stage its memory, sums its gradients, and keeps its weights whole where they compute.
 
-    def make_master(self, stage: Stage, precision: MixedPrecisionManager) -> list[ParamGroup]:
-        """Give the stage, which is on the meta device, its memory; return what this rank owns of each parameter.
+    Gradients are sums over each layout's partial axes: nothing is averaged.
+    """
 
-        The groups' layouts say which part that is. Values are loaded into the masters afterwards.
+    def allocate(self, stage: Stage, precision: Precision) -> list[ParamShare]:
+        """Give the stage, which is on the meta device, its memory; return this rank's share of each parameter.
+
+        Shares come in the order of the stage's parameters, empty shares included, and their layouts say which part each
+        share is. Values are loaded into the masters afterwards. From here on gradients are watched.
         """
 
-    def reduce_grads(self) -> None:
-        """After the last backward: have the summed gradient of every owned part in its `compute.grad`."""
+    def no_sync(self, *, complete: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Wrap the backward of every micro-batch except the last: gradients only accumulate.
 
-    def gather_weights(self) -> None:
-        """After owned parts have new values: make the stage's parameters whole again where others own the rest."""
+        `complete=False`: some gradients of this micro-batch are not computed yet (its weight gradients are deferred).
+        """
+
+    def finish_gradients(self) -> None:
+        """After the last backward: have the summed gradient of every share in its `compute.grad`.
+
+        It is zero where a parameter was not used.
+        """
+
+    def weights_changed(self) -> None:
+        """After shares have new values: refresh, or drop, what this rank holds of other ranks' shares."""
 
     def post_step(self) -> None:
-        """Release what only this step needed."""
+        """Release what only this step needed; also after a step that left the weights untouched."""
 
     def close(self) -> None:
         """Undo what was attached to the stage."""
-
-
-class Replicated:
-    """No sharding: every rank keeps and updates all of its stage."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def make_master(self, stage: Stage, precision: MixedPrecisionManager) -> list[ParamGroup]:
-        stage.allocate(self._device, lambda name: precision.dtype_of(name, stage))
-        return [precision.make_group(name, p, stage.layouts[name]) for name, p in stage.named_parameters()]
-
-    def reduce_grads(self) -> None:
-        pass
-
-    def gather_weights(self) -> None:
-        pass
-
-    def post_step(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

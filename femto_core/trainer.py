@@ -7,27 +7,29 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
 from transformers import PretrainedConfig
 
-from femto_core.checkpoint import Checkpointer, RunState, Stateful
+from femto_core import hookspecs
+from femto_core.batch import Batch
+from femto_core.checkpoint import Checkpointer, Counters, RandomGenerators, RunState, Stateful
 from femto_core.config import Config
-from femto_core.data import Collator, Dataset, DistributedDataLoader, evaluation_batches
+from femto_core.data import Collator, Dataset, Loader, evaluation_batches
+from femto_core.errors import UserError
+from femto_core.grad_norm import clip_grads, grad_norm_squared
 from femto_core.hooks import Hooks
-from femto_core.loss import Loss
-from femto_core.mesh import DP, Mesh
+from femto_core.loss import BatchLoss, TaskLoss, TokenStatistics
+from femto_core.mesh import Mesh
 from femto_core.metrics import Meter, StepInfo
 from femto_core.model import Stage
-from femto_core.optim import LRSchedule, clip_grads, grad_norm_squared, scale_lr
-from femto_core.precision import MixedPrecisionManager, ParamGroup
+from femto_core.optim import LRSchedule, scale_lr
+from femto_core.precision import ParamShare, Precision
 from femto_core.schedule import Schedule
 from femto_core.sharding import ShardingStrategy
-from femto_core.sync import GradientSynchronizer
 
-KERNEL_PARTS = ("trainer", "loader", "grad_sync", "rng")
+KERNEL_PARTS = ("trainer", "loader", "rng")
 """The parts of a checkpoint that are the kernel's own."""
 
 
@@ -44,14 +46,16 @@ class Trainer:
     stage: Stage
     schedule: Schedule
     collator: Collator
-    loader: DistributedDataLoader
+    loader: Loader
     dataset: Dataset
     held_out: Dataset
-    loss: Loss
-    precision: MixedPrecisionManager
+    statistics: TokenStatistics
+    task: TaskLoss
+    precision: Precision
     sharding: ShardingStrategy
-    grad_sync: GradientSynchronizer
-    groups: Sequence[ParamGroup]
+    shares: Sequence[ParamShare]
+    update_groups: Sequence[Sequence[ParamShare]]
+    """The shares in groups that are updated one after the other; as many groups on every rank."""
     optimizer: torch.optim.Optimizer
     lr_schedule: LRSchedule
     checkpointer: Checkpointer
@@ -59,128 +63,152 @@ class Trainer:
     plugin_versions: dict[str, str]
     plugin_parts: dict[str, Stateful]
     model_config: PretrainedConfig
-    stop_requested: bool = False
-    """Set (by a signal) on any rank, every rank stops after the step under way, having saved where it saves at all."""
     step: int = 0
     """Steps done so far."""
     skipped: int = 0
-    """Of these, how many left the weights untouched."""
+    """Steps among these that left the weights untouched."""
     tokens_seen: int = 0
+    loss: BatchLoss = attrs.field(init=False)
+    """The task's loss with the statistics that it works on."""
+    _stop_requested: bool = attrs.field(default=False, init=False)
     _stopping: bool = attrs.field(default=False, init=False)
+    _micro_batches: int = attrs.field(default=0, init=False)
+    """The number of micro-batches that every rank had in the step before."""
+
+    def __attrs_post_init__(self) -> None:
+        self.loss = functools.partial(self.task, self.statistics)
 
     @property
     def end(self) -> int:
         """The last step to do: `train.steps`, or `train.stop_after` where that comes first."""
         return min(self.config.train.steps, self.config.train.stop_after or self.config.train.steps)
 
+    def request_stop(self) -> None:
+        """Have all ranks stop after the step in progress; a checkpoint is saved first if checkpoints are enabled.
+
+        One rank's request is enough. It may come from a signal handler or from another thread.
+        """
+        self._stop_requested = True
+
     def train(self) -> None:
         """Train up to the step `end`; evaluate, save and report on the way."""
+        error: BaseException | None = None
         try:
-            self.hooks.train_begin(self)
+            self.hooks.call(hookspecs.femto_train_begin, trainer=self)
             while self.step < self.end and not self._stopping:
-                self.hooks.step_begin(self.step + 1)
+                self.hooks.call(hookspecs.femto_step_begin, trainer=self, step=self.step + 1)
                 info = self.train_step()
-                self.hooks.step_end(info)  # before a save, which keeps what plugins have made of this step
-                if self.mesh.rank == 0:
-                    self.hooks.log(info.step, self._metrics(info))
-                self._now_and_then(is_last=self.step == self.end)
+                # Before a save, so that it holds the plugins' state after this step.
+                self.hooks.call(hookspecs.femto_step_end, trainer=self, info=info)
+                self._log(info.step, self._metrics(info))
+                self._evaluate_and_save(is_last=self.step == self.end)
             self.checkpointer.wait()
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
             try:
                 self.checkpointer.close()
+            except BaseException as raised:
+                error = error or raised
+                raise
             finally:
-                self.hooks.train_end(self)
+                self.hooks.call(hookspecs.femto_train_end, trainer=self, error=error)
 
     def train_step(self) -> StepInfo:
         """Do one optimizer step over one global batch."""
         self.meter.start()
         micro_batches = self.loader.next_step()
-        targets = sum(batch.valid for batch in micro_batches)
-        tokens = self.mesh.sum(torch.tensor(targets, device=self.mesh.device), DP)
-        # Gradients are sums, scaled once by the global count: any split of the batch gives the same gradient.
-        scale = 1 / tokens.clamp(min=1).double()
-        loss = self.schedule.run(self.stage, micro_batches, self.loss, scale, self.grad_sync)
-        self.grad_sync.sync_gradients()
-        self.sharding.reduce_grads()
-        loss_sum, norm, self._stopping = self._reduce_numbers(loss)
+        counts = self._count(micro_batches)
+        loss_sum, norm = self.forward_backward(micro_batches, counts[1])
+        tokens, weight = self._read(counts)
         factor = self.lr_schedule(self.step)
-        count = int(tokens)
-        skip = not math.isfinite(norm) or count == 0
+        skip = not math.isfinite(norm) or not weight
         if not skip:
-            scale_lr(self.optimizer, factor)
-            self.update(norm)
-            self.sharding.gather_weights()
-        self.precision.zero_grad(self.groups)
-        self.sharding.post_step()
+            self.update(norm, factor)
+        self.end_step()
         self.step += 1
         self.skipped += skip
-        self.tokens_seen += count
+        self.tokens_seen += int(tokens)
         return StepInfo(
             step=self.step,
-            loss=loss_sum / count if count else math.nan,
+            loss=loss_sum / weight if weight else math.nan,
             grad_norm=norm,
             lr=self.config.optim.lr * factor,
-            tokens=count,
+            tokens=int(tokens),
             skipped=skip,
             skipped_total=self.skipped,
             seconds=self.meter.stop(),
         )
 
-    def update(self, norm: float) -> None:
-        """Clip by the global `norm` and update, part after part: what has no gradient, the optimizer leaves alone."""
-        for part in self.precision.parts(self.groups):
-            self.precision.copy_grads_to_master(part)
-            clip_grads(part, norm, self.config.optim.clip)
-            self.optimizer.step()
-            self.precision.sync_weights(part)
-            self.precision.zero_grad(part)
+    def forward_backward(self, micro_batches: Sequence[Batch], weight: torch.Tensor) -> tuple[float, float]:
+        """Compute the gradients of the mean loss; return the global loss sum and gradient norm.
+
+        Gradients are sums, scaled once by 1 / `weight` (global, float64 scalar): any split of the batch gives the same.
+        """
+        self.precision.zero_grad(self.shares)  # where a step has failed, and the caller goes on
+        scale = torch.where(weight > 0, 1 / weight, 1)
+        loss = self.schedule.run(self.stage, micro_batches, self.loss, scale, self.sharding)
+        self.sharding.finish_gradients()
+        loss_sum, norm, self._stopping = self._reduce_numbers(loss)
+        return loss_sum, norm
+
+    def update(self, norm: float, lr_factor: float) -> None:
+        """Clip by the global `norm` and update the weights, one group of shares after the other."""
+        scale_lr(self.optimizer, lr_factor)
+        for shares in self.update_groups:
+            self.precision.copy_grads_to_master(shares)
+            clip_grads(shares, norm, self.config.optim.clip)
+            self.optimizer.step()  # leaves alone what has no gradient
+            self.precision.sync_weights(shares)
+            self.precision.zero_grad(shares)
+        self.sharding.weights_changed()
+
+    def end_step(self) -> None:
+        """Drop the gradients, and what only this step needed."""
+        self.precision.zero_grad(self.shares)
+        self.sharding.post_step()
 
     def evaluate(self) -> float:
-        """Return the mean loss over the held-out rows' valid targets; each token weighs alike, whatever the batch."""
+        """Return the mean loss over the held-out rows; each row or token weighs alike, whatever the batch size."""
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        self.stage.train(False)
-        for batch in evaluation_batches(
-            self.held_out,
-            self.collator,
-            rows=min(len(self.held_out), self.config.eval.rows or len(self.held_out)),
-            micro_batch=self.config.data.micro_batch,
-            dp_size=self.mesh.size(DP),
-            dp_rank=self.mesh.coordinate(DP),
-        ):
-            targets = batch.targets.to(self.mesh.device)
-            total[0] += self.schedule.forward(self.stage, batch, functools.partial(self.loss, targets=targets))
-            total[1] += batch.valid
-        self.stage.train(True)
-        loss_sum, count = self.mesh.sum(total, DP).tolist()
-        return loss_sum / count if count else math.nan
+        with self.stage.evaluating():
+            for batch in evaluation_batches(
+                self.held_out,
+                self.collator,
+                rows=min(len(self.held_out), self.config.eval.rows or len(self.held_out)),
+                micro_batch=self.config.data.micro_batch,
+                size=self.mesh.size(*self.mesh.row_axes),
+                rank=self.mesh.coordinate(*self.mesh.row_axes),
+            ):
+                loss = functools.partial(self.loss, batch=batch.to(self.mesh.device))
+                total[0] += self.schedule.forward(self.stage, batch, loss)
+                total[1] += self.task.weight(batch)
+        loss_sum, weight = self.mesh.sum(total, *self.mesh.data_axes).tolist()
+        return loss_sum / weight if weight else math.nan
 
     def save(self) -> None:
-        """Save a checkpoint of the current step."""
-        self.checkpointer.save(self.run_dir / "checkpoints", self.step, self.run_state())
+        """Save a checkpoint of the current step; where it cannot be written, all ranks stop."""
+        folder = self.run_dir / "checkpoints"
+        self.checkpointer.save(folder, self.step, self.run_state(), on_failure=self.request_stop)
 
     def resume(self, path: Path, *, weights_only: bool) -> None:
-        """Go on from the checkpoint at `path`, or only take over its weights."""
+        """Continue from the checkpoint at `path`, or only take over its weights."""
         self.checkpointer.load(path, self.run_state(), weights_only=weights_only)
-        self.precision.sync_weights(self.groups)
-        self.sharding.gather_weights()
+        self.precision.sync_weights(self.shares)
+        self.sharding.weights_changed()
 
     def run_state(self) -> RunState:
         """Return everything that a checkpoint holds."""
-        parts: dict[str, Stateful] = {"trainer": Counters(self), "loader": self.loader, "grad_sync": self.grad_sync}
-        sampler = self.loader.sampler
+        counters = Counters(self, ("step", "skipped", "tokens_seen"))
         return RunState(
-            groups=self.groups,
+            shares=self.shares,
             optimizer=self.optimizer,
-            parts={**parts, **self.plugin_parts},
+            parts={"trainer": counters, "loader": self.loader, **self.plugin_parts},
             rank_parts={"rng": RandomGenerators(self.mesh.device)},
             identity={
-                "data": self.dataset.fingerprint,
-                "data.rows": sampler.rows,
+                **self.loader.identity,
                 "data.seq_len": self.config.data.seq_len,
-                "data.global_batch": sampler.global_batch,
-                "data.remainder": sampler.remainder,
-                "data.shuffle": sampler.shuffle,
-                "train.seed": sampler.seed,
                 "model.vocab_size": self.model_config.vocab_size,
             },
             plugins=self.plugin_versions,
@@ -192,72 +220,65 @@ class Trainer:
     def close(self) -> None:
         """Undo everything that was attached to the stage; end loader processes."""
         self.loader.close()
-        self.grad_sync.close()
         self.sharding.close()
         self.schedule.close()
         self.undo.close()
 
-    def _now_and_then(self, *, is_last: bool) -> None:
-        every = self.config.checkpoint.every
-        saves = every and (is_last or self._stopping or self.step % every == 0)
-        if saves and self._stopping:
-            self.save()  # first: whoever sent the signal may not wait for long
-        every = self.config.eval.every
-        if every and len(self.held_out) and (is_last or self.step % every == 0):
-            loss = self.evaluate()
-            if self.mesh.rank == 0:
-                self.hooks.log(self.step, {"held_out_loss": loss})
-        if saves and not self._stopping:
+    def _count(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Return the global batch's valid targets and its weight (float64 [2]).
+
+        Raises `UserError` where ranks have different numbers of micro-batches: some would wait forever.
+        """
+        count = len(micro_batches)
+        weights = [self.task.weight(batch) for batch in micro_batches]
+        weight = sum(weights) if all(0 <= weight < math.inf for weight in weights) else math.nan
+        mine = [sum(batch.valid for batch in micro_batches), weight] if self.mesh.speaks else [0, 0]
+        numbers = torch.tensor([*mine, count, count**2], dtype=torch.float64, device=self.mesh.device)
+        total = self.mesh.sum_world(numbers)
+        # On a GPU, reading a number waits for all that is queued: only where this rank's own count has changed.
+        if count != self._micro_batches or self.mesh.device.type == "cpu":
+            *_, counts, squares = total.tolist()
+            if counts**2 != squares * self.mesh.world_size:
+                raise UserError(
+                    f"step {self.step + 1}: the loader made {count} micro-batches on rank {self.mesh.rank}, and "
+                    f"{int(counts)} on all {self.mesh.world_size} ranks together; it must make as many on every rank"
+                )
+            self._micro_batches = count
+        return total[:2]
+
+    def _read(self, counts: torch.Tensor) -> tuple[float, float]:
+        """Return the numbers of `_count`. Raises `UserError` on all ranks where a micro-batch's weight is no weight."""
+        tokens, weight = counts.tolist()
+        if not math.isfinite(weight):
+            raise UserError(
+                f"step {self.step + 1}: weight(batch) of the loss must be finite, 0 or more, for every micro-batch"
+            )
+        return tokens, weight
+
+    def _evaluate_and_save(self, *, is_last: bool) -> None:
+        def is_due(every: int) -> bool:
+            return bool(every) and (is_last or self.step % every == 0)
+
+        saves_first = self._stopping and bool(self.config.checkpoint.every)
+        if saves_first:  # the sender of a signal may not wait for an evaluation
+            self.save()
+        if is_due(self.config.eval.every) and len(self.held_out):
+            self._log(self.step, {"held_out_loss": self.evaluate()})
+        if is_due(self.config.checkpoint.every) and not saves_first:
             self.save()
 
     def _reduce_numbers(self, loss: torch.Tensor) -> tuple[float, float, bool]:
         """Return loss sum, gradient norm and whether to stop, equal on every rank: one collective and one wait."""
-        speaks = all(self.mesh.coordinate(axis.name) == 0 for axis in self.mesh.axes if axis.name != DP)
-        mine = loss.double() if speaks else torch.zeros_like(loss, dtype=torch.float64)
-        stop = torch.tensor(float(self.stop_requested), dtype=torch.float64, device=self.mesh.device)
-        numbers = torch.stack([mine, grad_norm_squared(self.groups, self.mesh), stop])
+        mine = loss.double() if self.mesh.speaks else torch.zeros_like(loss, dtype=torch.float64)
+        stop = torch.tensor(float(self._stop_requested), dtype=torch.float64, device=self.mesh.device)
+        numbers = torch.stack([mine, grad_norm_squared(self.shares, self.mesh), stop])
         loss_sum, squared, stops = self.mesh.sum_world(numbers).tolist()
         return loss_sum, math.sqrt(squared) if squared >= 0 else math.nan, stops > 0
 
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        if self.mesh.rank == 0:
+            self.hooks.call(hookspecs.femto_log, trainer=self, step=step, metrics=metrics)
+
     def _metrics(self, info: StepInfo) -> dict[str, float]:
-        metrics = {
-            "loss": info.loss,
-            "grad_norm": info.grad_norm,
-            "lr": info.lr,
-            "tokens": float(info.tokens),
-            "skipped": float(info.skipped_total),
-            "seconds": info.seconds,
-        }
-        return {**metrics, **self.meter.rates(info.seconds)}
-
-
-class Counters:
-    """The trainer's own numbers, as a part of a checkpoint."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, int]:
-        return {name: getattr(self._trainer, name) for name in ("step", "skipped", "tokens_seen")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self._trainer, name, value)
-
-
-class RandomGenerators:
-    """torch's random generators of one rank, as a part of a checkpoint."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        state = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self._device)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(state["cpu"])
-        if self._device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self._device)
+        metrics = {name: float(getattr(info, name)) for name in ("loss", "grad_norm", "lr", "tokens", "seconds")}
+        return {**metrics, "skipped": float(info.skipped_total), **self.meter.rates(info.seconds)}

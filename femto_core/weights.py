@@ -1,4 +1,4 @@
-"""Where weights come from: random numbers, or a Hugging Face directory. Each rank reads just the boxes it holds."""
+"""Where weights come from: random numbers, or a Hugging Face directory. Each rank reads only the boxes it holds."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class WeightSource(Protocol):
     """Values of a model's parameters, by full name."""
 
     def read(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
-        """Return the values in each of `boxes` of the parameter `name`, on the CPU, in the dtype they are kept in."""
+        """Return the values in each of `boxes` of the parameter `name`, on the CPU, in the dtype of the source."""
 
 
 class RandomWeights:
-    """The initial weights of transformers' own rule for each module, decided by seed and module name alone.
+    """Initial weights by transformers' own rule for each module; they depend on the seed and the module's name only.
 
-    Every layout therefore starts from the same weights, whatever its ranks did with their random generators before.
+    So every layout starts from the same weights, whatever its ranks have drawn from their random generators before.
     """
 
     def __init__(self, model: Any, seed: int) -> None:
@@ -60,10 +60,10 @@ class SafetensorsWeights:
     """The weights in a Hugging Face directory, in one safetensors file or in several with an index."""
 
     def __init__(self, directory: Path, model: Any) -> None:
-        """Check that the files hold exactly the parameters of `model`, in its shapes; nothing is read yet.
+        """Check that the files hold exactly the parameters of `model`, in its shapes; no values are read yet.
 
-        Raises `UserError` naming the file or the key: no weights, a shard that is absent or truncated, a parameter that
-        is missing, unexpected, or of another shape.
+        Raises `UserError` with the file or the key, where there are no weights, a shard is absent or truncated, or a
+        parameter is missing, unexpected, or of another shape.
         """
         self._directory = directory
         self._files = {name: self._open(name) for name in self._file_names()}
@@ -93,7 +93,7 @@ class SafetensorsWeights:
         if (self._directory / SINGLE).is_file():
             return [SINGLE]
         raise UserError(
-            f"{self._directory} has no weights ({SINGLE} or {INDEX}); to start from random ones with its "
+            f"{self._directory} has no weights ({SINGLE} or {INDEX}); to start from random weights with its "
             "config.json, set --model.weights random"
         )
 
@@ -132,7 +132,7 @@ class SafetensorsWeights:
             self._check_alias(alias, model)
 
     def _check_alias(self, alias: str, model: Any) -> None:
-        """A tied weight that was saved twice must have been saved twice the same."""
+        """Refuse two saved copies of a tied weight that differ."""
         tied = next(n for n, p in model.named_parameters() if p is model.get_parameter(alias))
         whole = [Box((0,) * p.dim(), tuple(p.shape)) for p in [model.get_parameter(alias)]]
         if not torch.equal(self.read(alias, whole)[0], self.read(tied, whole)[0]):

@@ -1,1 +1,1 @@
-"""Offline data: text in, rows of token ids out; and the dataset seat for rows made that way."""
+"""Offline data: `femto preprocess` turns text into rows of token ids, and the dataset seat serves those rows."""

@@ -2,17 +2,17 @@
 
 A dataset directory holds `train.safetensors`, perhaps `held_out.safetensors`, `tokenizer/` and `manifest.json`. Each
 safetensors file has one tensor, `rows` [n, seq_len + 1]: row i is `stream[i * seq_len : i * seq_len + seq_len + 1]` of
-the concatenated token stream, so neighbours share one token and every token after the first is some row's target. Its
-header carries `id`, a digest of the rows, which the manifest repeats: so a file and a manifest that do not belong
-together are told apart without reading a row.
+the concatenated token stream, so neighbouring rows share one token, and every token but the first is a target of some
+row. The header carries `id`, a digest of the rows; the manifest repeats it, so a file beside another dataset's manifest
+is detected without reading a row.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import operator
-import os
 import struct
 from pathlib import Path
 from types import TracebackType
@@ -25,18 +25,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from femto_core.errors import UserError
+from femto_data.atomic import open_atomic
 from femto_data.manifest import RowsFile, check_belongs
 
-FORMAT = "femto-rows-2"
+FORMAT = "femto-rows-3"
 _DIGEST_SIZE = 16  # bytes
 _DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "I32": np.dtype("<i4")}
 
 
 class RowWriter:
-    """Writes one file of rows from a stream of tokens, holding no more than one `append` and an unfinished row.
+    """Writes one file of rows from a stream of tokens; memory holds one `append` and an unfinished row.
 
-    A context manager. The rows go to `FILE.partial` behind room for the header; leaving the block fills the header in
-    and moves the file into place, and leaving it by an exception removes it, so FILE is complete or absent.
+    A context manager: when its block ends, the header is filled in and the file gets its name; when the block raises,
+    the file is removed. So it is complete or absent.
     """
 
     def __init__(self, file: Path, *, seq_len: int, vocab_size: int, tokenizer_fingerprint: str, eos_id: int) -> None:
@@ -54,20 +55,21 @@ class RowWriter:
         }
         self._digest = _digest(self._metadata)
         self._pending: npt.NDArray[np.int64] = np.empty(0, np.int64)  # the tokens from the next row's start on
-        # The header holds the number of rows, known only at the end. safetensors lets it end in spaces, so room for the
-        # longest one is left at the start and no row is ever copied.
+        # The header holds the number of rows, which is known only at the end. safetensors allows trailing spaces in it,
+        # so room for the longest possible header is reserved at the start, and no row is ever copied.
         self._header_size = -(-len(self._header(rows=2**62)) // 8) * 8
-        self._partial = file.with_name(file.name + ".partial")
-        self._stream = self._partial.open("wb")
+        self._stack = contextlib.ExitStack()
+        self._stream = self._stack.enter_context(open_atomic(file))
+        self._stack.push(self._write_header)
         self._stream.write(b" " * (8 + self._header_size))
 
     @property
     def dropped_tokens(self) -> int:
-        """How many tokens at the stream's end are in no row so far."""
+        """Number of tokens at the stream's end that are in no row so far."""
         return len(self._pending) - 1 if self.rows else len(self._pending)
 
     def append(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
-        """Add `tokens` [n] to the stream. Raises ValueError for an id outside the vocabulary, which is a defect."""
+        """Append `tokens` [n] to the stream. Raises ValueError for an id outside the vocabulary, which is a defect."""
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             raise ValueError(f"token ids {tokens.min()}..{tokens.max()} do not fit a vocabulary of {self.vocab_size}")
         stream = np.concatenate([self._pending, tokens.astype(np.int64)])
@@ -88,7 +90,7 @@ class RowWriter:
         return json.dumps({"__metadata__": metadata, "rows": tensor}, separators=(",", ":")).encode()
 
     def record(self) -> RowsFile:
-        """Return what the manifest says of the finished file."""
+        """Return the manifest's entry for the finished file."""
         size = self.file.stat().st_size
         return RowsFile(name=self.file.name, rows=self.rows, bytes=size, id=self._digest.hexdigest())
 
@@ -98,30 +100,26 @@ class RowWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._stream as stream:
-            if kind is None:
-                stream.seek(0)
-                stream.write(struct.pack("<Q", self._header_size))
-                stream.write(self._header(rows=self.rows).ljust(self._header_size))
-                stream.flush()
-                os.fsync(stream.fileno())
+        self._stack.__exit__(kind, error, traceback)
+
+    def _write_header(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            os.replace(self._partial, self.file)
-        else:
-            self._partial.unlink()
+            self._stream.seek(0)
+            self._stream.write(struct.pack("<Q", self._header_size))
+            self._stream.write(self._header(rows=self.rows).ljust(self._header_size))
 
 
 class PackedDataset(Dataset[Tensor]):
-    """The rows of one file, memory-mapped and looked up by index; it keeps no position and no order.
+    """The rows of one file, memory-mapped and looked up by index, without a position or an order.
 
-    It pickles as its path, so a spawned loader worker opens the file itself.
+    The dataset pickles as its path, so a spawned loader worker opens the file itself.
     """
 
     def __init__(self, file: Path) -> None:
-        """Open `file`. Raises UserError for one that is missing, foreign, cut short, stale or without rows.
+        """Open `file`. Raises UserError if it is missing, in another format, truncated, stale or without rows.
 
-        Stale is a file whose size or `id` is not what the manifest beside it recorded. Neither it nor any other check
-        here reads the rows; `check_rows` does.
+        A file is stale if its size or `id` differs from the manifest's. None of these checks reads the rows;
+        `check_rows` does.
         """
         self.file = Path(file)
         header, start = _read_header(self.file)
@@ -146,7 +144,7 @@ class PackedDataset(Dataset[Tensor]):
         if there != due:
             raise UserError(
                 f"{self.file} is {'truncated' if there < due else 'damaged'}: its header promises {due} bytes of "
-                f"rows and {there} are there; copy it again or run `femto preprocess` again"
+                f"rows, but it has {there}; copy it again or run `femto preprocess` again"
             )
         if not self._length:
             raise UserError(f"{self.file} holds no rows; preprocess more text or take a smaller seq_len")
@@ -167,15 +165,15 @@ class PackedDataset(Dataset[Tensor]):
         return torch.from_numpy(self._rows[index].astype(np.int64))
 
     def check_rows(self) -> None:
-        """Read all rows. Raises UserError where they are not the ones that were written."""
+        """Read all rows. Raises UserError if their digest is not the one recorded when they were written."""
         digest = _digest(self._metadata)
         step = max(1, 2**22 // (self.seq_len + 1))
         for start in range(0, self._length, step):
             digest.update(self._rows[start : start + step].tobytes())
         if digest.hexdigest() != self.id:
             raise UserError(
-                f"{self.file} is damaged: its rows have digest {digest.hexdigest()}, and {self.id} was written; copy "
-                f"it again or run `femto preprocess` again"
+                f"{self.file} is damaged: its rows have digest {digest.hexdigest()}, but were written with {self.id}; "
+                f"copy it again or run `femto preprocess` again"
             )
 
     def __reduce__(self) -> tuple[type[PackedDataset], tuple[Path]]:
@@ -183,7 +181,7 @@ class PackedDataset(Dataset[Tensor]):
 
 
 def _digest(metadata: dict[str, str]) -> hashlib.blake2b:
-    """Return the digest that the rows are to follow; it begins with what else the header says of them."""
+    """Return a digest of the header's other metadata, to be updated with the rows."""
     return hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode(), digest_size=_DIGEST_SIZE)
 
 
@@ -195,7 +193,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
     with file.open("rb") as stream:
         prefix = stream.read(8)
         size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        # A foreign file's first bytes may read as any length: nothing longer than the file itself is asked for.
+        # In a file of another format the first bytes may mean any length, so never read more than the file holds.
         text = stream.read(size) if size <= file.stat().st_size else b""
     try:
         header = json.loads(text)

@@ -1,6 +1,6 @@
-"""Documents out of files, one after another, in pieces small enough to hold.
+"""Documents read from files, one after another, in pieces of bounded size.
 
-Local files are read here rather than by the datasets library, so that what is wrong with one is told by file and line.
+Local files are read here rather than by the datasets library, so that an error can name the file and the line.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Any, NamedTuple
 from femto_core.errors import UserError
 from femto_data.files import JSON_LINES, PARQUET, json_lines, open_parquet
 
-LONGEST = 2**20  # characters of a document that are tokenised at once
-_BLOCK = 2**20  # bytes of a file that are read at once
-_ROWS = 64  # of a Parquet file
+LONGEST = 2**20  # most characters of a document that are tokenised at once
+_BLOCK = 2**20  # bytes of a text file that are read at once
+_ROWS = 64  # rows of a Parquet file that are read at once
 
 
-class Piece(NamedTuple):
-    """A document, or a part of a long one."""
+class TextPiece(NamedTuple):
+    """A document, or a part of a long document."""
 
     source: int
-    """Number of the input it came from."""
+    """Number of the input that the document came from."""
     document: int
-    """Number of the document among all, empty ones included."""
+    """Number of the document among all documents, including empty ones."""
     text: str
     first: bool
     last: bool
 
 
-def read_pieces(files: Sequence[Sequence[Path]], text_key: str) -> Iterator[Piece]:
-    """Yield the documents of all inputs' `files` in order, in bounded memory but for one JSON line or Parquet page.
+def read_pieces(files: Sequence[Sequence[Path]], text_key: str) -> Iterator[TextPiece]:
+    """Yield the documents of all inputs' `files` in order. Memory holds one piece, JSON line or Parquet page.
 
-    A document of more than 2^20 characters comes in pieces of at least half that, cut behind the end of a line, or
-    before a space where no line ends: places at which the usual splitting into words cuts too, so that byte-level
-    tokens stay the same. (Not so where there is neither, nor with a tokenizer that treats a text's start specially.)
+    A document of more than 2^20 characters comes in pieces of at least half that size. It is cut after the end of a
+    line or, where no line ends, before a space. Pre-tokenizers cut there too, so byte-level tokens stay the same. They
+    may differ in a document without lines and spaces, or if the tokenizer treats the start of a text specially.
     """
     number = 0
     for source, of_source in enumerate(files):
@@ -45,15 +45,16 @@ def read_pieces(files: Sequence[Sequence[Path]], text_key: str) -> Iterator[Piec
             for chunks in _read(file, text_key):
                 first = True
                 for text, last in cut(chunks):
-                    yield Piece(source, number, text, first, last)
+                    yield TextPiece(source, number, text, first, last)
                     first = False
                 number += 1
 
 
 def cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield the document that `chunks` are in order as pieces of at most `LONGEST` characters, the last one marked.
+    """Yield (text, whether it is the last) for the pieces, of at most `LONGEST` characters, of one document.
 
-    White space at the beginning is kept together with what follows, so that only a blank document is a blank piece.
+    `chunks` are the document's text in order. White space at the beginning stays in the first piece with other text,
+    so only a blank document has a blank first piece.
     """
     rest, blank = "", True
     for chunk in chunks:
@@ -68,7 +69,7 @@ def cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _place_to_cut(text: str, start: int, limit: int) -> int:
-    """Return where a piece that begins at `start` ends: `limit`, or a place shortly before it that is in no word."""
+    """Return where the piece that begins at `start` ends: between two words shortly before `limit`, or at `limit`."""
     for mark, offset in (("\n", 1), (" ", 0)):
         place = text.rfind(mark, start + 1, limit - 1)
         while place > max(start, limit - LONGEST // 2):
@@ -88,7 +89,7 @@ def _read(file: Path, text_key: str) -> Iterator[Iterable[str]]:
 
 
 def _read_json_lines(file: Path, text_key: str) -> Iterator[str]:
-    """Yield the text of every line's object; a blank line is skipped, anything else that is no object is refused."""
+    """Yield the text of every line's object. Blank lines are skipped; lines without an object raise UserError."""
     for number, found in json_lines(file):
         where = f"{file}, line {number}"
         if isinstance(found, str):
@@ -110,7 +111,7 @@ def _read_parquet(file: Path, text_key: str) -> Iterator[str]:
 
 
 def _read_text(file: Path) -> Iterator[str]:
-    """Yield the whole file, its line endings untouched; a byte order mark is not text."""
+    """Yield the whole file in blocks, with its line endings but without a byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     lines = 1
     try:
@@ -122,23 +123,23 @@ def _read_text(file: Path) -> Iterator[str]:
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         line = lines + error.object[: error.start].count(b"\n")
-        raise UserError(f"{file}, line {line}: not valid UTF-8; mend the file or leave it out") from error
+        raise UserError(f"{file}, line {line}: not valid UTF-8; correct the file or leave it out") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}); make it readable or leave it out") from error
 
 
 def text_of(row: Mapping[str, Any], text_key: str, where: str) -> str:
-    """Return the text of `row` under `text_key`. Raises UserError, beginning with `where`, where there is none."""
+    """Return the text of `row` under `text_key`. Raises UserError, which begins with `where`, if there is no text."""
     if text_key not in row:
         raise UserError(_no_key(where, text_key, list(row)))
     text = row[text_key]
     if not isinstance(text, str):
         raise UserError(
-            f"{where}: {text_key!r} holds {json.dumps(text, default=str)[:40]}, not text; mend it or take another"
+            f"{where}: {text_key!r} holds {json.dumps(text, default=str)[:40]}, not text; correct it or use another key"
         )
     if not text.isascii() and re.search("[\ud800-\udfff]", text):
         raise UserError(
-            f"{where}: {text_key!r} holds half of a surrogate pair, which no UTF-8 text can; mend or remove it"
+            f"{where}: {text_key!r} holds half of a surrogate pair, which is not valid text; correct or remove it"
         )
     return text
 

@@ -1,4 +1,4 @@
-"""Pieces of documents to token ids, in this process or in several, each with nothing but the tokenizer loaded."""
+"""Pieces of documents to token ids, in this process or in worker processes that load only the tokenizer."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from tokenizers import Tokenizer
 
 from femto_data.workspace import Interrupted
 
-_BATCH = 2**18  # characters given to the tokenizers library at once: what it returns takes many times their size
+_BATCH = 2**18  # characters per call of the tokenizers library, whose result takes many times their memory
 _START = "import sys; sys.path[:] = {path!r}; from femto_data.encoder import serve; serve()"
 
 
 class SlowTokenizer(Protocol):
-    """A transformers tokenizer without a backend in Rust."""
+    """A transformers tokenizer without a Rust backend."""
 
     def __call__(self, text: list[str], **options: Any) -> dict[str, list[list[int]]]:
-        """Return `input_ids` among others."""
+        """Return `input_ids`, one list for each text, and other keys that are not used."""
 
 
-class Encoder:
-    """Texts to ids, always by the tokenizer's rules for plain text.
+class DocumentEncoder:
+    """Encodes documents as plain text: special tokens spelled out in a document are split like other words.
 
-    A document is text: one that spells out "<|endoftext|>" must not end there, so special tokens split like words.
+    So a document that mentions "<|endoftext|>" does not end there.
     """
 
     def __init__(self, tokenizer: str | SlowTokenizer, *, batched: bool = True) -> None:
-        """Take a description that tokenizers.Tokenizer.to_str made, or a tokenizer that has none.
+        """Take the description from tokenizers.Tokenizer.to_str, or a tokenizer without a Rust backend.
 
-        `batched` lets the tokenizers library use threads of its own, which several processes would only fight over.
+        `batched` passes many texts to the tokenizers library at once, which then uses all cores. Worker processes
+        encode one text at a time instead, or they would compete for the cores.
         """
         self._slow = None if isinstance(tokenizer, str) else tokenizer
         self._batched = batched
@@ -50,7 +51,7 @@ class Encoder:
             self._fast.no_padding()
 
     def __call__(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return each text's number of ids [texts], and all ids [sum], one text behind the other."""
+        """Return each text's number of ids [texts], and the ids of all texts, concatenated [sum]."""
         lengths: list[int] = []
         ids: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
         for batch in self._batches(texts):
@@ -60,7 +61,7 @@ class Encoder:
         return np.asarray(lengths, np.int32), np.concatenate(ids)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        if self._slow is not None:  # verbose would warn of texts longer than the model's context
+        if self._slow is not None:  # verbose=True would warn about texts longer than the model's context
             options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
             return self._slow(texts, **options)["input_ids"]
         return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
@@ -79,10 +80,10 @@ class Encoder:
         return batches
 
 
-class WorkerPool:
-    """Processes that encode, each serving one thread of this process at a time. A context manager.
+class TokenizerPool:
+    """Worker processes that encode texts, each for one thread of this process at a time. A context manager.
 
-    They read requests from a pipe and end when it closes, so none outlives this process, however it ends.
+    Each worker reads requests from a pipe and exits when the pipe closes, so no worker outlives this process.
     """
 
     def __init__(self, tokenizer: str | SlowTokenizer, workers: int) -> None:
@@ -100,7 +101,7 @@ class WorkerPool:
             raise
 
     def __call__(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Encode as `Encoder` does, in the next free process. Raises Interrupted if it goes away."""
+        """Encode as `DocumentEncoder` does, in the next free worker. Raises Interrupted if that worker exits."""
         process = self._free.get()
         try:
             _send(process, list(texts))
@@ -108,8 +109,8 @@ class WorkerPool:
             answer = pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise Interrupted(
-                f"a tokenising process ended (exit code {process.wait()}), probably for want of memory; run the same "
-                f"command again with fewer --workers, and it goes on from what is done"
+                f"a tokenising process ended (exit code {process.wait()}), probably because memory ran out; run the "
+                f"same command again with fewer --workers, and it resumes from the finished shards"
             ) from error
         finally:
             self._free.put(process)
@@ -118,16 +119,16 @@ class WorkerPool:
         return cast("tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]", answer)
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the worker processes."""
         for process in self._all:
             process.kill()
             for stream in (process.stdin, process.stdout):
                 assert stream is not None
-                with contextlib.suppress(OSError):  # what was not sent to a process that has ended
+                with contextlib.suppress(OSError):  # unsent data for a worker that has exited
                     stream.close()
             process.wait()
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> TokenizerPool:
         return self
 
     def __exit__(
@@ -143,18 +144,18 @@ def _send(process: subprocess.Popen[bytes], value: object) -> None:
 
 
 def serve() -> None:
-    """Encode what comes through standard input until it closes; runs in a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the process that started this one answers it
+    """Encode the texts that arrive on standard input until it closes. The main function of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent handles it
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not end up among the answers
+    os.dup2(2, 1)  # a library's prints must not mix with the answers
     with contextlib.suppress(EOFError, BrokenPipeError), answers:
-        encoder = Encoder(pickle.load(requests), batched=False)
+        encoder = DocumentEncoder(pickle.load(requests), batched=False)
         while True:
             texts = pickle.load(requests)
             answer: object
             try:
                 answer = encoder(texts)
-            except Exception as error:  # noqa: BLE001 - raised again where the answer is read
+            except Exception as error:  # noqa: BLE001 - raised again by the reader of the answer
                 answer = RuntimeError(f"a tokenising process failed: {type(error).__name__}: {error}")
             pickle.dump(answer, answers, protocol=5)
             answers.flush()

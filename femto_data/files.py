@@ -1,4 +1,4 @@
-"""Files that data comes in: what their names mean, what they stood at, and their contents, whatever packs them."""
+"""Input files: formats by suffix, digests, and transparent .gz/.zst reading."""
 
 from __future__ import annotations
 
@@ -28,26 +28,30 @@ _BLOCK = 2**20  # bytes that are read at once
 
 @attrs.frozen
 class SourceFile:
-    """A file as it was when its digest was taken."""
+    """An input file, as it was when its digest was computed."""
 
     path: Path
     size: int
     modified: int
-    """In nanoseconds."""
+    """Time of the last modification, in nanoseconds."""
     sha256: str
 
     def check_unchanged(self) -> None:
-        """Raise UserError if the file has been written to since."""
+        """Raise UserError if the file was modified since its digest was computed."""
         try:
             now = self.path.stat()
         except OSError as error:
-            raise UserError(f"{self.path} went away while it was read ({error.strerror}); run it again") from error
+            raise UserError(
+                f"{self.path} disappeared while it was read ({error.strerror}); run the command again"
+            ) from error
         if (now.st_size, now.st_mtime_ns) != (self.size, self.modified):
-            raise UserError(f"{self.path} was changed while it was read; run it again when nothing writes to it")
+            raise UserError(
+                f"{self.path} was changed while it was read; run the command again when nothing writes to the file"
+            )
 
 
 def digest_file(path: Path) -> SourceFile:
-    """Return the file with the SHA-256 of its contents. Raises UserError where it cannot be read."""
+    """Return the file with the SHA-256 of its contents. Raises UserError if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as stream:
@@ -60,13 +64,13 @@ def digest_file(path: Path) -> SourceFile:
 
 
 def may_be_on_the_hub(name: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether `name` can be a Hugging Face dataset's (NAME or NAME:CONFIG), and none of a file that ends so."""
+    """Whether `name` has the form of a Hugging Face dataset (NAME or NAME:CONFIG), and none of the file `suffixes`."""
     return not name.lower().endswith(suffixes) and re.fullmatch(_HUB_NAME, name) is not None
 
 
 @contextlib.contextmanager
 def open_packed(file: Path) -> Iterator[IO[bytes]]:
-    """Open `file` for reading what .gz or .zst packs. Raises UserError where it cannot be read to its end."""
+    """Open `file`, decompressed if it is .gz or .zst. Raises UserError if it cannot be read to its end."""
     suffix = file.suffix.lower()
     try:
         if suffix == ".zst":
@@ -80,7 +84,7 @@ def open_packed(file: Path) -> Iterator[IO[bytes]]:
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | str | None]]:
-    """Yield each line's number, and its object; None if it is blank, and in words what is wrong with any other."""
+    """Yield (line number, object) for each line. A blank line gives None, any other mistake a sentence about it."""
     with open_packed(file) as stream:
         for number, line in enumerate(stream, 1):
             yield number, _object_in(line, "utf-8-sig" if number == 1 else "utf-8")
@@ -97,15 +101,15 @@ def _object_in(line: bytes, encoding: str) -> dict[str, Any] | str | None:
 
 
 def json_object(value: object) -> dict[str, Any] | str:
-    """Return `value`, or in words that it is no object."""
+    """Return `value` if it is a JSON object, otherwise a sentence that says what it is."""
     return value if isinstance(value, dict) else f"holds a {type(value).__name__}, not a JSON object"
 
 
 @contextlib.contextmanager
 def open_parquet(file: Path) -> Iterator[pq.ParquetFile]:
-    """Open `file` so that its pages are read one by one. Raises UserError where it cannot be read."""
+    """Open `file` for reading page by page. Raises UserError if it cannot be read."""
     try:
-        # Without a buffer's size a whole column of a row group, which may be the whole file, is read at once.
+        # Without buffer_size, pyarrow reads a whole column of a row group at once; one row group may be the whole file.
         with pq.ParquetFile(file, buffer_size=_BLOCK, pre_buffer=False) as table:
             yield table
     except (pa.ArrowException, OSError) as error:

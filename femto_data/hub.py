@@ -1,8 +1,7 @@
-"""Hugging Face datasets: which commit a name means, and a copy of its documents on disk while a dataset is made."""
+"""Hugging Face datasets: the current commit of a name, and a local copy of its documents for preprocessing."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from femto_core.errors import UserError
+from femto_data.atomic import atomic_path
 from femto_data.documents import text_of
 from femto_data.workspace import Interrupted
 
 
 def hub_revision(name: str) -> str:
-    """Return the commit that the dataset `name` (NAME or NAME:CONFIG) stands at now."""
+    """Return the current commit of the dataset `name` (NAME or NAME:CONFIG)."""
     try:
         return str(huggingface_hub.dataset_info(name.partition(":")[0]).sha)
     except Exception as error:
@@ -25,15 +25,14 @@ def hub_revision(name: str) -> str:
 
 
 def fetch(name: str, revision: str, text_key: str, file: Path) -> None:
-    """Write the documents of the train split of `name` at `revision` to the Parquet file `file`, whole or not at all.
+    """Write the documents of the train split of `name` at `revision` to the Parquet file `file`, atomically.
 
-    They are streamed, so that neither memory nor the user's cache fills. Nothing is done where `file` exists.
+    Documents are streamed: neither memory nor the user's cache fills up. An existing `file` is kept as it is.
     """
     if file.exists():
         return
-    partial = file.with_name(file.name + ".tmp")
     schema = pa.schema({text_key: pa.large_string()})
-    with pq.ParquetWriter(partial, schema) as writer:
+    with atomic_path(file) as partial, pq.ParquetWriter(partial, schema) as writer:
         batch: list[str] = []
         size = 0
         for text in _stream(name, revision, text_key):
@@ -43,7 +42,6 @@ def fetch(name: str, revision: str, text_key: str, file: Path) -> None:
                 writer.write_table(pa.table({text_key: batch}, schema))
                 batch, size = [], 0
         writer.write_table(pa.table({text_key: batch}, schema))
-    os.replace(partial, file)
 
 
 def _stream(name: str, revision: str, text_key: str) -> Iterator[str]:
@@ -53,7 +51,7 @@ def _stream(name: str, revision: str, text_key: str) -> Iterator[str]:
         for number, row in enumerate(rows, 1):
             yield text_of(row, text_key, f"{name}, row {number}")
     except (OSError, ValueError) as error:
-        raise Interrupted(f"{_unreachable(name, error)}; what is done is kept: run it again, and it goes on") from error
+        raise Interrupted(f"{_unreachable(name, error)}; run the command again to resume") from error
 
 
 def _unreachable(name: str, error: Exception) -> UserError:

@@ -1,4 +1,4 @@
-"""A dataset as people read it: the manifest's counts, and rows as text in which documents visibly end."""
+"""`femto data-inspect`: the manifest's counts, and rows as text with the documents' ends marked."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from femto_data.tokenizer import load_tokenizer
 
 _END = "[end of document]"
 _COUNTS = ("documents", "empty_documents", "tokens", "train_tokens", "held_out_tokens", "rows_train", "rows_held_out")
-_SOURCES = 12  # so many are shown; a shell's pattern may have named hundreds
+_SOURCES = 12  # most sources shown; a shell pattern may have named hundreds
 _MORE = ("dropped_tokens", "seq_len", "vocab_size", "tokenizer")
 
 
 def describe(config: InspectConfig) -> Iterator[str]:
-    """Yield the lines to show. Raises UserError for a damaged dataset, an absent split or an absent row."""
+    """Yield the lines to show. Raises UserError if the dataset is damaged, or has no such split or row."""
     directory = Path(config.directory)
     manifest = read_manifest(directory)
     file = directory / f"{config.split}.safetensors"
@@ -33,7 +33,7 @@ def describe(config: InspectConfig) -> Iterator[str]:
     if config.check:
         for entry in manifest["files"]:
             PackedDataset(directory / entry["name"]).check_rows()
-            yield f"{entry['name']}: all {entry['rows']} rows are as they were written"
+            yield f"{entry['name']}: all {entry['rows']} rows match their digest"
     if config.rows:
         tokenizer = load_tokenizer(str(dataset.tokenizer_path))
         for row in config.rows:
@@ -42,7 +42,7 @@ def describe(config: InspectConfig) -> Iterator[str]:
             ids = dataset[row].tolist()
             for document, ended in _documents(ids, dataset.eos_id):
                 text = str(tokenizer.decode(document))
-                # Not splitlines, which would hide the line ends that are not "\n".
+                # str.splitlines would hide line ends other than "\n".
                 yield from (f"  | {_visible(line)}" for line in text.split("\n") if document)
                 if ended:
                     yield f"  {_END}"
@@ -64,7 +64,7 @@ def _counts(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _documents(ids: list[int], eos_id: int) -> Iterator[tuple[list[int], bool]]:
-    """Yield (ids without EOS, whether the document ends here) for each document in a row."""
+    """Yield (ids without EOS, whether the document ends in this row) for each document in a row."""
     document: list[int] = []
     for token in ids:
         if token == eos_id:
@@ -77,5 +77,5 @@ def _documents(ids: list[int], eos_id: int) -> Iterator[tuple[list[int], bool]]:
 
 
 def _visible(line: str) -> str:
-    """Return `line` with what a terminal would act on, or not show, spelt out."""
+    """Return `line` with control and invisible characters as escape sequences."""
     return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line)

@@ -1,4 +1,4 @@
-"""What a dataset directory says of itself: its `manifest.json`, and `sources.jsonl` with a line for each file read."""
+"""A dataset directory's `manifest.json`: counts, files and their digests. `sources.jsonl` lists every file read."""
 
 from __future__ import annotations
 
@@ -10,64 +10,64 @@ import attrs
 
 from femto_core.errors import UserError
 
-FORMAT = "femto-dataset-2"
+FORMAT = "femto-dataset-3"
 NAME = "manifest.json"
 SOURCES_NAME = "sources.jsonl"
 
 
 @attrs.frozen(kw_only=True)
 class RowsFile:
-    """A file of rows, as it was when the dataset was made."""
+    """A file of rows, as it was when the dataset was written."""
 
     name: str
     rows: int
     bytes: int
     """Size of the whole file."""
     id: str
-    """Digest of the rows, which the file's own header repeats: how a file from another dataset is told apart."""
+    """Digest of the rows. The file's header repeats it, so that a file from another dataset is detected."""
 
 
 @attrs.frozen(kw_only=True)
 class SourceCounts:
-    """What one of the inputs gave."""
+    """Documents and tokens of one input."""
 
     name: str
     files: int
     bytes: int
-    """Size of those files as they lie on disk."""
+    """Size of the input's files on disk, compressed as they are."""
     sha256: str
-    """Digest of the files' own digests in the order of reading; sources.jsonl has each file's."""
+    """Digest of the files' SHA-256 digests in the order of reading; sources.jsonl has one for each file."""
     revision: str
-    """Commit of a Hugging Face dataset; empty for files."""
+    """Commit of a Hugging Face dataset; empty for local files."""
     weight: float | None
-    """Share of the training tokens that was asked for; None: every document once."""
+    """Requested share of the training tokens; None if no weights were given."""
     documents: int
-    """Documents with at least one token, held-out ones included."""
+    """Documents with at least one token, including held-out documents."""
     empty_documents: int
-    """Documents skipped because they hold no token, or nothing but white space."""
+    """Documents skipped because they have no token or only white space."""
     tokens: int
-    """Tokens of these documents, one EOS each included."""
+    """Tokens of these documents, including one EOS each."""
     held_out_documents: int
     held_out_tokens: int
     train_documents: int
-    """Documents written for training, one that is taken twice counted twice."""
+    """Documents written for training; a document that is written twice counts twice."""
     train_tokens: int
-    """Their tokens."""
+    """Tokens written for training."""
 
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """What a dataset directory holds; its `manifest.json`."""
+    """The contents of `manifest.json`."""
 
     sources: tuple[SourceCounts, ...]
     documents: int
-    """Documents with at least one token, held-out ones included."""
+    """Documents with at least one token, including held-out documents."""
     empty_documents: int
-    """Documents skipped because they hold no token, or nothing but white space."""
+    """Documents skipped because they have no token or only white space."""
     tokens: int
-    """Tokens of all documents, one EOS each included; before any weights."""
+    """Tokens of all documents, including one EOS each, before weights are applied."""
     train_tokens: int
-    """Tokens of the training stream; after weights."""
+    """Tokens of the training stream, after weights are applied."""
     held_out_tokens: int
     rows_train: int
     rows_held_out: int
@@ -76,7 +76,7 @@ class Manifest:
     seq_len: int
     vocab_size: int
     tokenizer: str
-    """The tokenizer's fingerprint."""
+    """Fingerprint of the tokenizer."""
     held_out: float
     seed: int
     files: tuple[RowsFile, ...]
@@ -89,7 +89,7 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def is_dataset(directory: Path) -> bool:
-    """Whether `directory` holds a dataset of this or an earlier format, and may be replaced by another."""
+    """Whether `directory` holds a dataset of this or an earlier format, which a new dataset may replace."""
     try:
         found = json.loads((directory / NAME).read_bytes())["format"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -98,7 +98,7 @@ def is_dataset(directory: Path) -> bool:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the manifest in `directory` as plain values. Raises UserError for one that is missing or foreign."""
+    """Return the manifest in `directory` as plain values. Raises UserError if it is missing or in another format."""
     file = directory / NAME
     try:
         values = json.loads(file.read_bytes())
@@ -112,9 +112,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def check_belongs(file: Path, *, identity: str, tokenizer: str) -> None:
-    """Refuse a file of rows that is not the one the manifest beside it was written with; without a manifest, accept.
+    """Refuse a file of rows that does not belong to the manifest beside it; accept a file without a manifest.
 
-    Compares the size, the tokenizer and the digest in the file's own header, so that opening reads no rows.
+    Compares the size, the tokenizer and the digest in the file's header, without reading rows.
     """
     if not (file.parent / NAME).exists():
         return

@@ -1,4 +1,4 @@
-"""Weights of inputs: how often each document is written, so that each input gets its share of the training tokens."""
+"""Mixture weights: how often each document is written, so that each input has its share of the training tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from femto_core.errors import UserError
 
 
 def check_weights(weights: Sequence[float], inputs: Sequence[str]) -> None:
-    """Refuse weights that are not one positive number for each input."""
+    """Raise UserError unless there are no weights, or one positive weight for each input."""
     if weights and len(weights) != len(inputs):
         raise UserError(f"{len(weights)} weights for {len(inputs)} inputs; give one for each, in the same order")
     for weight, name in zip(weights, inputs, strict=False):
         if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"weight {weight} of {name} must be above 0; leave out an input that shall have no share")
+            raise UserError(f"weight {weight} of {name} must be above 0; leave out an input that should have no share")
 
 
 def ratios(weights: Sequence[float], tokens: Sequence[int], names: Sequence[str]) -> list[float]:
-    """Return how often each input of `tokens` training tokens is read, on average, for shares of `weights`.
+    """Return how often, on average, each document of an input is written so that the inputs' shares are `weights`.
 
-    All together keep the tokens that they have without weights. No weights: everything once.
+    `tokens` are the inputs' training tokens; their sum is kept. Without weights every ratio is 1.
     """
     if not weights:
         return [1.0] * len(tokens)
@@ -35,9 +35,10 @@ def ratios(weights: Sequence[float], tokens: Sequence[int], names: Sequence[str]
 
 @attrs.define
 class Mixture:
-    """Decides document after document: each input's tokens taken stay as near as they can to its ratio of those seen.
+    """Decides, document by document, how often to write each one.
 
-    So documents taken or left out are spread evenly over the input, and its total is off by half a document at most.
+    For each input, the tokens written are kept as close as possible to `ratio` times the tokens seen. So repeated and
+    omitted documents are spread evenly over the input, and its total is off by at most half a document.
     """
 
     ratios: Sequence[float]
@@ -54,11 +55,11 @@ class Mixture:
         return all(ratio == 1 for ratio in self.ratios)
 
     def anew(self) -> Mixture:
-        """Return the same before its first document."""
+        """Return a mixture with the same ratios that has seen no document."""
         return Mixture(self.ratios)
 
     def take(self, source: int, tokens: int) -> int:
-        """Return how many times to write the next document of `source`, which has `tokens`; it counts as written."""
+        """Return how often to write the next document of input `source`, which has `tokens` tokens."""
         self._seen[source] += tokens
         due = self.ratios[source] * self._seen[source] - self._taken[source]
         copies = max(0, math.floor(due / tokens + 0.5)) if tokens else 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,17 +14,33 @@ from femto_core.hookspecs import hookimpl
 if TYPE_CHECKING:
     import torch
 
-    from femto_core.cli import CommandRegistry
+    from femto_core.commands import CommandRegistry
     from femto_core.config import Config
     from femto_core.data import Dataset
+    from femto_data.config import InspectConfig, PreprocessConfig
 
 STANDARD_LIBRARY_VOCAB = 2048
 
 
 @hookimpl
 def femto_commands(registry: CommandRegistry) -> None:
-    registry.add("preprocess", "turn text into a dataset", preprocess_command)
-    registry.add("data-inspect", "show a dataset's counts, and rows as text", inspect_command)
+    from femto_data.config import InspectConfig, PreprocessConfig
+
+    registry.add("preprocess", "turn text into a dataset", PreprocessConfig, preprocess_command)
+    registry.add("data-inspect", "show a dataset's counts, and rows as text", InspectConfig, inspect_command)
+
+
+@attrs.frozen(kw_only=True)
+class CorpusSection:
+    """The Python standard library's own sources, which are read where data.path is empty."""
+
+    cache: str = "~/.cache/femto"
+    """Where their tokens are kept after the first time."""
+
+
+@hookimpl
+def femto_config_section() -> tuple[str, type[CorpusSection]]:
+    return "corpus", CorpusSection
 
 
 @hookimpl
@@ -38,7 +52,7 @@ def femto_dataset(config: Config, split: str) -> Dataset:
     if section.path:
         directory = Path(section.path)
     else:
-        cache = Path(section.cache).expanduser()
+        cache = Path(config.section(CorpusSection).cache).expanduser()
         vocab = config.model.vocab_size or STANDARD_LIBRARY_VOCAB
         directory = standard_library_dataset(cache, seq_len=section.seq_len, vocab_size=vocab)
     if split == "held_out" and directory.is_dir() and not (directory / "held_out.safetensors").exists():
@@ -47,7 +61,7 @@ def femto_dataset(config: Config, split: str) -> Dataset:
     if dataset.seq_len != section.seq_len:
         raise UserError(
             f"{directory} has rows of {dataset.seq_len} tokens, but data.seq_len = {section.seq_len}; set "
-            f"--data.seq-len {dataset.seq_len}, or cut it anew with femto preprocess --seq-len {section.seq_len}"
+            f"--data.seq-len {dataset.seq_len}, or write it again with femto preprocess --seq-len {section.seq_len}"
         )
     if config.model.path:
         check_tokenizer(Path(config.model.path), dataset.tokenizer_fingerprint)
@@ -55,13 +69,11 @@ def femto_dataset(config: Config, split: str) -> Dataset:
 
 
 def check_tokenizer(model: Path, fingerprint: str) -> None:
-    """Refuse data that was written with another tokenizer than the one beside the model, where there is one."""
-    if not (model / "tokenizer_config.json").exists():
-        return
-    from femto_data.tokenizer import load_tokenizer, tokenizer_fingerprint
+    """Raise UserError if data was written with another tokenizer than the model's; accept a model without one."""
+    from femto_data.tokenizer import saved_tokenizer_fingerprint
 
-    found = tokenizer_fingerprint(load_tokenizer(str(model)))
-    if found != fingerprint:
+    found = saved_tokenizer_fingerprint(model)
+    if found not in (None, fingerprint):
         raise UserError(
             f"the data was written with another tokenizer ({fingerprint}) than the one in {model} ({found}); run "
             f"femto preprocess --tokenizer {model}"
@@ -69,7 +81,7 @@ def check_tokenizer(model: Path, fingerprint: str) -> None:
 
 
 class NoRows:
-    """The held-out part of a dataset that has none."""
+    """The held-out split of a dataset without held-out documents: no rows."""
 
     vocab_size = 0
     tokenizer_path = Path()
@@ -79,40 +91,19 @@ class NoRows:
         return 0
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        raise IndexError(f"there are no held-out rows, asked for row {index}")
+        raise IndexError(f"row {index} of no held-out rows")
 
 
-def preprocess_command(words: Sequence[str]) -> int:
-    """Turn text into a dataset."""
-    import tyro  # this and the libraries that read data take seconds to load
-
-    from femto_data.config import PreprocessConfig
-
-    config = tyro.cli(
-        PreprocessConfig,
-        args=list(words),
-        prog="femto preprocess",
-        description=inspect.cleandoc(PreprocessConfig.__doc__ or ""),
-    )
-    from femto_data.preprocess import preprocess
+def preprocess_command(config: PreprocessConfig) -> int:
+    """Write the dataset and print its manifest."""
+    from femto_data.preprocess import preprocess  # the libraries that read data take seconds to load
 
     print(json.dumps(attrs.asdict(preprocess(config)), indent=2))
     return 0
 
 
-def inspect_command(words: Sequence[str]) -> int:
-    """Show what a dataset holds."""
-    import tyro
-
-    from femto_data.config import InspectConfig
-
-    config = tyro.cli(
-        InspectConfig,
-        args=list(words),
-        prog="femto data-inspect",
-        description=inspect.cleandoc(InspectConfig.__doc__ or ""),
-        config=(tyro.conf.PositionalRequiredArgs,),
-    )
+def inspect_command(config: InspectConfig) -> int:
+    """Print what a dataset holds."""
     from femto_data.inspection import describe
 
     for line in describe(config):

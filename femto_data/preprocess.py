@@ -1,7 +1,7 @@
-"""Documents to rows, offline and once: read, tokenise in parallel, append EOS, concatenate, cut, write.
+"""`femto preprocess`: read documents, tokenise them in parallel, append EOS, concatenate, cut into rows, write.
 
-Documents travel in order through shards on disk, so the result is the same to the byte for any number of workers, and
-for a run that was killed and started again.
+Tokenised documents are kept, in order, in shards on disk, so the result is the same to the byte for any number of
+workers, and for a run that was killed and resumed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,17 +19,18 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from femto_core.errors import UserError
+from femto_data.atomic import atomic_path
 from femto_data.config import PreprocessConfig
 from femto_data.dataset import FORMAT as ROWS_FORMAT
-from femto_data.documents import Piece, read_pieces
-from femto_data.encoder import Encoder, SlowTokenizer, WorkerPool
+from femto_data.documents import TextPiece, read_pieces
+from femto_data.encoder import DocumentEncoder, SlowTokenizer, TokenizerPool
 from femto_data.files import SourceFile
 from femto_data.manifest import FORMAT, SOURCES_NAME, Manifest, SourceCounts, is_dataset, write_manifest
 from femto_data.mixture import check_weights
-from femto_data.packing import HeldOut, Packed, pack
 from femto_data.progress import Progress, show_progress
 from femto_data.shards import Encode, load_shards, make_shards
-from femto_data.sources import Source, digest_files, digest_of_digests, find_sources, write_source_list
+from femto_data.sources import InputSource, digest_files, digest_of_digests, find_sources, write_source_list
+from femto_data.splits import HeldOut, Shards, WrittenSplits, write_splits
 from femto_data.tokenizer import (
     SMALLEST_VOCABULARY,
     draw_sample,
@@ -41,30 +41,32 @@ from femto_data.tokenizer import (
 )
 from femto_data.workspace import Interrupted, open_workspace
 
-_MAKING = 1  # raised whenever the way shards are made changes, so that no killed run's are taken for new ones
+_MAKING = 1  # raised whenever equal input gives other shards, so that a killed run's older shards are not reused
 
 
 @attrs.frozen
 class _Input:
-    """An input with what it stands at: the digests of its files, or the commit of a Hugging Face dataset."""
+    """An input with its version: the digests of its files, or the commit of a Hugging Face dataset."""
 
-    source: Source
+    source: InputSource
     files: Sequence[SourceFile]
     revision: str
 
 
 def preprocess(config: PreprocessConfig, *, quiet: bool = False) -> Manifest:
-    """Write the dataset `config` describes to `config.output`, whole or not at all, and return its manifest.
+    """Write the dataset of `config` to `config.output`, complete or not at all, and return its manifest.
 
-    Everything is made in a hidden folder beside the output and renamed at the end, in an earlier dataset's place too.
-    The folder is named by a digest of the arguments, the sources' contents and the tokenizer. A run that is killed
-    leaves it, and the next one with the same digest reads the documents again but tokenises only what is missing; a run
-    with another removes it. `quiet` hides the progress. Raises UserError for input that cannot be read, that changes
-    meanwhile, or that does not fill a row, and then leaves nothing; and for a full disk, a worker that was killed or a
-    network that fails (`Interrupted`), which leave what is done.
+    The dataset is written to a hidden folder beside the output, which is renamed at the end and replaces an earlier
+    dataset. The folder's name has a digest of the arguments, the sources' contents and the tokenizer. A killed run
+    leaves the folder; the next run with the same digest tokenises only the missing shards, a run with another digest
+    removes it. `quiet` hides the progress.
+
+    Raises UserError, and removes the folder, if input cannot be read, changes meanwhile, or fills no row. Raises
+    UserError, and keeps the folder for the next run, if the disk is full, a worker is killed or the network fails
+    (`Interrupted`).
     """
     _check(config)
-    output = Path(config.output).resolve()  # a link's target is replaced, not the link
+    output = Path(config.output).resolve()  # replace a link's target, not the link
     with show_progress(quiet) as progress:
         progress.phase = "reading the sources"
         inputs = [_examine(source, config.workers) for source in find_sources(config)]
@@ -79,25 +81,27 @@ def preprocess(config: PreprocessConfig, *, quiet: bool = False) -> Manifest:
                     workspace.remove()
                     raise
                 workspace.publish(workspace.folder / "dataset")
-        except OSError as error:  # of reading, a UserError has been made long since
+        except OSError as error:  # an error of writing: errors of reading are UserErrors by now
             raise UserError(
-                f"{output} cannot be completed ({error.strerror or error}); what is done is kept beside it: mend that "
-                f"and run the same command again, or remove {output.parent / f'.{output.name}.partial-*'}"
+                f"{output} cannot be completed ({error.strerror or error}); finished work is kept: run the same "
+                f"command again to resume, or remove {output.parent / f'.{output.name}.partial-*'}"
             ) from error
     return manifest
 
 
 def _check(config: PreprocessConfig) -> None:
-    """Refuse values that cannot be meant, and an output that is not ours to replace."""
+    """Raise UserError for values out of range, and for an output that is no dataset and not empty."""
     for name, least in (("seq_len", 1), ("workers", 1)):
         if getattr(config, name) < least:
             raise UserError(f"{name} = {getattr(config, name)} is too small; give {least} or more")
     if not 0 <= config.held_out < 1:
-        raise UserError(f"held_out = {config.held_out} is no share of the documents; give a number from 0 to below 1")
+        raise UserError(
+            f"held_out = {config.held_out} is not a share of the documents; give a number from 0 to below 1"
+        )
     if not config.tokenizer and config.vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
             f"vocab_size = {config.vocab_size} is too small for a byte-level tokenizer; "
-            f"{SMALLEST_VOCABULARY} (256 bytes and EOS) is the least"
+            f"{SMALLEST_VOCABULARY} (256 bytes and EOS) is the minimum"
         )
     if not config.input or "" in config.input:
         raise UserError("input names nothing to read; give files, directories or Hugging Face datasets")
@@ -108,10 +112,10 @@ def _check(config: PreprocessConfig) -> None:
     if output.exists() and not output.is_dir():
         raise UserError(f"output {output} is a file; name a directory")
     if output.is_dir() and any(output.iterdir()) and not is_dataset(output):
-        raise UserError(f"output {output} holds something else than a femto dataset; name another directory")
+        raise UserError(f"output {output} is not empty and holds no femto dataset; name another directory")
 
 
-def _examine(source: Source, workers: int) -> _Input:
+def _examine(source: InputSource, workers: int) -> _Input:
     if source.is_hub:
         from femto_data.hub import hub_revision  # the libraries behind it take seconds to load
 
@@ -120,7 +124,7 @@ def _examine(source: Source, workers: int) -> _Input:
 
 
 def _key(config: PreprocessConfig, inputs: Sequence[_Input], tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return 16 hexadecimal characters for everything that the result depends on."""
+    """Return a digest, 16 hexadecimal characters, of everything that the result depends on."""
     arguments = attrs.asdict(config)
     del arguments["workers"], arguments["output"]
     files = [[[str(file.path), file.sha256] for file in one.files] for one in inputs]
@@ -138,49 +142,50 @@ def _make(
     folder: Path,
     progress: Progress,
 ) -> Manifest:
-    """Make `folder`/dataset and return its manifest."""
+    """Write `folder`/dataset and return its manifest."""
     made = folder / "dataset"
     if made.exists():
         shutil.rmtree(made)
     made.mkdir()
     inputs = [_fetched(one, config, folder, number, progress) for number, one in enumerate(inputs)]
-    files = [[file.path for file in one.files] for one in inputs]
+
+    def pieces() -> Iterator[TextPiece]:
+        return progress.watch(read_pieces([[file.path for file in one.files] for one in inputs], config.text_key))
+
     if tokenizer is None:
         progress.phase = "training a tokenizer"
-        _trained(progress.watch(read_pieces(files, config.text_key)), config, folder / "tokenizer")
+        _train_tokenizer(pieces(), config, folder / "tokenizer")
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
     _save(tokenizer, made / "tokenizer")
-    # From here on it is the tokenizer that training will load: what is recorded is what is used.
-    tokenizer = load_tokenizer(str(made / "tokenizer"))
+    tokenizer = load_tokenizer(str(made / "tokenizer"))  # tokenise with exactly what training will load
     progress.phase = "tokenising"
+    shards = _tokenise(pieces(), inputs, tokenizer, config, folder / "shards")
+    progress.phase = "writing rows"
+    vocab_size, fingerprint = vocabulary_size(tokenizer), tokenizer_fingerprint(tokenizer)
+    eos_id = int(tokenizer.eos_token_id)
+    written = write_splits(shards, config, made, vocab_size=vocab_size, fingerprint=fingerprint, eos_id=eos_id)
+    manifest = _manifest(config, inputs, written, vocab_size, fingerprint)
+    write_source_list([(one.source.name, one.files) for one in inputs], made / SOURCES_NAME)
+    write_manifest(manifest, made)
+    return manifest
+
+
+def _tokenise(
+    pieces: Iterator[TextPiece],
+    inputs: Sequence[_Input],
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreprocessConfig,
+    folder: Path,
+) -> Shards:
+    """Tokenise `pieces` into shards in `folder`. Raises UserError without a document, or if a file changed."""
     with _encoder(tokenizer, config.workers) as encode:
-        count = make_shards(
-            progress.watch(read_pieces(files, config.text_key)),
-            folder / "shards",
-            encode,
-            eos_id=int(tokenizer.eos_token_id),
-            workers=config.workers,
-        )
+        count = make_shards(pieces, folder, encode, eos_id=int(tokenizer.eos_token_id), workers=config.workers)
     for one in inputs:
         for file in one.files:
             file.check_unchanged()
     if not count:
         raise UserError(f"{', '.join(config.input[:3])} holds no document; give input with text in it")
-    progress.phase = "writing rows"
-    vocab_size = vocabulary_size(tokenizer)
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    packed = pack(
-        lambda: load_shards(folder / "shards", count),
-        config,
-        made,
-        vocab_size=vocab_size,
-        fingerprint=fingerprint,
-        eos_id=int(tokenizer.eos_token_id),
-    )
-    manifest = _manifest(config, inputs, packed, vocab_size, fingerprint)
-    write_source_list([(one.source.name, one.files) for one in inputs], made / SOURCES_NAME)
-    write_manifest(manifest, made)
-    return manifest
+    return lambda: load_shards(folder, count)
 
 
 def _fetched(one: _Input, config: PreprocessConfig, folder: Path, number: int, progress: Progress) -> _Input:
@@ -195,22 +200,21 @@ def _fetched(one: _Input, config: PreprocessConfig, folder: Path, number: int, p
     return attrs.evolve(one, files=digest_files([copy], 1))
 
 
-def _trained(pieces: Iterator[Piece], config: PreprocessConfig, directory: Path) -> None:
-    """Save a tokenizer trained on the documents that are not held out, unless it is there."""
+def _train_tokenizer(pieces: Iterator[TextPiece], config: PreprocessConfig, directory: Path) -> None:
+    """Save a tokenizer trained on the documents that are not held out, unless `directory` exists."""
     if directory.exists():
         return
     held_out = HeldOut(config.held_out, config.seed)
     sample = draw_sample(piece for piece in pieces if not (config.held_out and held_out(piece.document)))
-    partial = directory.with_name(directory.name + ".tmp")
-    _save(train_tokenizer(sample, config.vocab_size), partial)
-    os.replace(partial, directory)
+    with atomic_path(directory) as partial:
+        _save(train_tokenizer(sample, config.vocab_size), partial)
 
 
 def _save(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     try:
         tokenizer.save_pretrained(directory)
     except Exception as error:
-        raise OSError(str(error)) from error  # the library in Rust raises nothing more precise on a full disk
+        raise OSError(str(error)) from error  # on a full disk the Rust library raises a bare Exception
 
 
 @contextlib.contextmanager
@@ -218,18 +222,18 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, workers: int) -> Iterator[Encod
     backend = getattr(tokenizer, "backend_tokenizer", None)
     described: str | SlowTokenizer = tokenizer if backend is None else backend.to_str()
     if workers == 1:
-        yield Encoder(described)
+        yield DocumentEncoder(described)
     else:
-        with WorkerPool(described, workers) as pool:
+        with TokenizerPool(described, workers) as pool:
             yield pool
 
 
 def _manifest(
-    config: PreprocessConfig, inputs: Sequence[_Input], packed: Packed, vocab_size: int, fingerprint: str
+    config: PreprocessConfig, inputs: Sequence[_Input], written: WrittenSplits, vocab_size: int, fingerprint: str
 ) -> Manifest:
     whole = sum(config.weights)
-    counts = packed.counts
-    rows = {file.name: file.rows for file in packed.files}
+    counts = written.counts
+    rows = {file.name: file.rows for file in written.files}
     return Manifest(
         sources=tuple(
             SourceCounts(
@@ -250,11 +254,11 @@ def _manifest(
         held_out_tokens=sum(count.held_out_tokens for count in counts),
         rows_train=rows["train.safetensors"],
         rows_held_out=rows.get("held_out.safetensors", 0),
-        dropped_tokens=packed.dropped_tokens,
+        dropped_tokens=written.dropped_tokens,
         seq_len=config.seq_len,
         vocab_size=vocab_size,
         tokenizer=fingerprint,
         held_out=config.held_out,
         seed=config.seed,
-        files=tuple(packed.files),
+        files=tuple(written.files),
     )

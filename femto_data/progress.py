@@ -1,4 +1,4 @@
-"""How far `femto preprocess` is: one line on a terminal, nothing elsewhere."""
+"""Progress of `femto preprocess`: one line on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import attrs
 from rich.console import Console
 from rich.status import Status
 
-from femto_data.documents import Piece
+from femto_data.documents import TextPiece
 
 
 @attrs.define
 class Progress:
-    """What is being done, and how much of it has been read."""
+    """The current phase, and how much of the input it has read."""
 
     _status: Status | None
     phase: str = ""
 
-    def watch(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Pass `pieces` on, and show how many documents and characters they came to."""
+    def watch(self, pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
+        """Yield `pieces`, and show how many documents and characters have passed."""
         documents = characters = 0
         shown = 0.0
         for piece in pieces:
@@ -35,7 +35,7 @@ class Progress:
 
 @contextlib.contextmanager
 def show_progress(quiet: bool) -> Iterator[Progress]:
-    """Show a line while the block runs, unless `quiet`."""
+    """Show the progress line while the block runs, unless `quiet` or not on a terminal."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield Progress(None)

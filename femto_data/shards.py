@@ -1,13 +1,11 @@
-"""Shards: a few million characters' worth of pieces, tokenised together and kept on disk, so that work can go on later.
+"""Shards: tokenised pieces of a few million characters, kept on disk so that a killed run can be resumed.
 
-Where a shard begins and ends follows from the documents alone, so a shard made by a run that was killed is the one that
-the next run would make.
+The documents alone decide where a shard begins and ends, so the shards of a killed run are those the next run needs.
 """
 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -17,29 +15,31 @@ import numpy as np
 import numpy.typing as npt
 
 from femto_core.errors import UserError
-from femto_data.documents import Piece
+from femto_data.atomic import write_atomic
+from femto_data.documents import TextPiece
 
-CHARACTERS = 2**22  # a shard is closed when it holds so many
-_FIRST, _LAST = 1, 2  # flags of a piece
+CHARACTERS = 2**22  # a shard is complete when it has this many
+_FIRST, _LAST = 1, 2  # bits of `TokenShard.flags`
 _COMPLETE = "complete"
 
 Encode = Callable[[Sequence[str]], tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]
+"""Texts to each text's number of ids [texts] and all ids, concatenated [sum]."""
 
 
 @attrs.frozen
-class Shard:
-    """Tokenised pieces, in order."""
+class TokenShard:
+    """Tokenised pieces in order; the arrays of shape [pieces] have one element for each."""
 
     document: int
     """Number of the document that the first piece belongs to."""
     sources: npt.NDArray[np.int32]
-    """Each piece's input [pieces]."""
+    """Number of each piece's input [pieces]."""
     flags: npt.NDArray[np.int32]
-    """Whether it begins (1) and ends (2) its document [pieces]."""
+    """Whether each piece begins (bit 1) and ends (bit 2) its document [pieces]."""
     lengths: npt.NDArray[np.int32]
-    """Number of its ids, EOS included [pieces]; 0 for an empty document."""
+    """Number of each piece's ids, including EOS [pieces]; 0 for an empty document."""
     ids: npt.NDArray[np.int32]
-    """[sum of lengths]."""
+    """The ids of all pieces, concatenated [sum of lengths]."""
 
     @property
     def begins(self) -> npt.NDArray[np.bool_]:
@@ -66,38 +66,33 @@ class Shard:
         return self.document + first - (first[0] if len(first) else 0)
 
     def save(self, file: Path) -> None:
-        """Write it to `file`, whole or not at all, on disk when this returns."""
+        """Write the shard to `file`, complete or not at all; its bytes are on disk on return."""
         head = np.asarray([len(self.sources), self.document & 0x7FFFFFFF, self.document >> 31], np.int32)
-        content = io.BytesIO()  # into a file numpy writes by itself, and says of a full disk only that it wrote less
+        content = io.BytesIO()  # on a full disk np.save to a file raises an error without the reason
         np.save(content, np.concatenate([head, self.sources, self.flags, self.lengths, self.ids]))
-        partial = file.with_name(file.name + ".tmp")
-        with partial.open("wb") as stream:
-            stream.write(content.getbuffer())
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, file)
+        write_atomic(file, content.getbuffer())
 
     @classmethod
-    def load(cls, file: Path) -> Shard:
-        """Read what `save` wrote. Raises UserError for anything else, upon which all shards are removed."""
+    def load(cls, file: Path) -> TokenShard:
+        """Read a shard that `save` wrote. Raises UserError, after which `preprocess` removes all shards, otherwise."""
         try:
             values = np.load(file)
             count, low, high = (int(value) for value in values[:3])
             sources, flags, lengths = values[3 : 3 + 3 * count].reshape(3, count)
             ids = values[3 + 3 * count :]
             if len(ids) != lengths.sum():
-                raise ValueError("a length")
+                raise ValueError("lengths and ids disagree")
         except (ValueError, EOFError, FileNotFoundError) as error:
             raise UserError(
-                f"{file} is damaged or missing; what was tokenised so far has been removed: run it again"
+                f"{file} is damaged or missing; all shards have been removed: run the command again"
             ) from error
         return cls(low | high << 31, sources, flags, lengths, ids)
 
 
-def make_shards(pieces: Iterable[Piece], folder: Path, encode: Encode, *, eos_id: int, workers: int) -> int:
-    """Tokenise `pieces` into files in `folder` but for those that are there already; return the number of shards.
+def make_shards(pieces: Iterable[TextPiece], folder: Path, encode: Encode, *, eos_id: int, workers: int) -> int:
+    """Tokenise `pieces` into shard files in `folder`, except shards that exist; return the number of all shards.
 
-    `workers` threads call `encode`. Memory holds two shards of text for each of them.
+    `workers` threads call `encode`. Memory holds the text of two shards per thread.
     """
     complete = folder / _COMPLETE
     if complete.exists():
@@ -121,29 +116,27 @@ def make_shards(pieces: Iterable[Piece], folder: Path, encode: Encode, *, eos_id
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
-    partial = complete.with_name(complete.name + ".tmp")
-    partial.write_text(str(count))
-    os.replace(partial, complete)
+    write_atomic(complete, str(count))
     return count
 
 
 def shard_file(folder: Path, number: int) -> Path:
-    """Return where shard `number` is kept."""
+    """Return the file of shard `number`."""
     return folder / f"{number:08}.npy"
 
 
-def load_shards(folder: Path, count: int) -> Iterator[Shard]:
-    """Yield the shards in order, one in memory at a time."""
+def load_shards(folder: Path, count: int) -> Iterator[TokenShard]:
+    """Yield the shards in order; memory holds one at a time."""
     for number in range(count):
-        yield Shard.load(shard_file(folder, number))
+        yield TokenShard.load(shard_file(folder, number))
 
 
-def _group(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
+def _group(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    group: list[TextPiece] = []
     size = 0
     for piece in pieces:
         group.append(piece)
-        size += len(piece.text) + 64  # a document without text takes memory too
+        size += len(piece.text) + 64  # even an empty document takes memory
         if size >= CHARACTERS:
             yield group
             group, size = [], 0
@@ -151,7 +144,7 @@ def _group(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def _make(pieces: list[Piece], file: Path, encode: Encode, eos_id: int) -> None:
+def _make(pieces: list[TextPiece], file: Path, encode: Encode, eos_id: int) -> None:
     lengths, ids = encode([piece.text for piece in pieces])
     parts: list[npt.NDArray[np.int32]] = []
     eos = np.asarray([eos_id], np.int32)
@@ -163,7 +156,7 @@ def _make(pieces: list[Piece], file: Path, encode: Encode, eos_id: int) -> None:
         if piece.last:
             parts.append(eos)
             lengths[number] += 1
-    Shard(
+    TokenShard(
         pieces[0].document,
         np.asarray([piece.source for piece in pieces], np.int32),
         np.asarray([piece.first * _FIRST + piece.last * _LAST for piece in pieces], np.int32),

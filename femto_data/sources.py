@@ -1,4 +1,4 @@
-"""What is read: the files behind each input, and digests of their contents that tell one state of them from another."""
+"""The files of each input, with digests that change whenever their contents do."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ _KNOWN = (*JSON_LINES, PARQUET, *TEXT)
 
 
 @attrs.frozen
-class Source:
-    """One of the inputs: its files, or a Hugging Face dataset (then `revision` is set) whose copy is a file."""
+class InputSource:
+    """One of the inputs: local files, or a Hugging Face dataset, which has no files until it is fetched."""
 
     name: str
     files: tuple[Path, ...]
     is_hub: bool = False
 
 
-def find_sources(config: PreprocessConfig) -> list[Source]:
-    """Return what `config.input` names, in order; a directory's files are sorted by path.
+def find_sources(config: PreprocessConfig) -> list[InputSource]:
+    """Return the sources that `config.input` names, in order; a directory's files are sorted by path.
 
-    An earlier output and what a killed run left beside it are never among them.
+    Files of an earlier output, or of a killed run beside it, are left out.
     """
     return [_find(name, config) for name in config.input]
 
 
-def _find(name: str, config: PreprocessConfig) -> Source:
+def _find(name: str, config: PreprocessConfig) -> InputSource:
     path = Path(name)
     if path.is_dir():
-        return Source(name, _files_below(path, config))
+        return InputSource(name, _files_below(path, config))
     if path.is_file():
         if not path.name.lower().endswith(_KNOWN):
             raise UserError(
-                f"{name} is in a format that is not read; {', '.join(_KNOWN)} are, and any plain text inside a "
-                f"directory, through --glob"
+                f"{name} is in an unknown format; give {', '.join(_KNOWN)}, or a directory, whose plain text files of "
+                f"any suffix --glob selects"
             )
-        return Source(name, (path,))
+        return InputSource(name, (path,))
     if not may_be_on_the_hub(name, _KNOWN):
         raise UserError(f"input {name} does not exist; check its spelling")
-    return Source(name, (), is_hub=True)
+    return InputSource(name, (), is_hub=True)
 
 
 def _files_below(directory: Path, config: PreprocessConfig) -> tuple[Path, ...]:
@@ -65,7 +65,7 @@ def _files_below(directory: Path, config: PreprocessConfig) -> tuple[Path, ...]:
     try:
         found = sorted(file for file in directory.glob(config.glob) if file.is_file() and not is_ours(file))
     except (ValueError, NotImplementedError) as error:
-        raise UserError(f"glob {config.glob!r} is no pattern for files below a directory: {error}") from error
+        raise UserError(f"glob {config.glob!r} is not a pattern for files below a directory: {error}") from error
     if not found:
         raise UserError(
             f"directory {directory} has no file that matches {config.glob!r}; give another pattern with --glob"
@@ -74,18 +74,18 @@ def _files_below(directory: Path, config: PreprocessConfig) -> tuple[Path, ...]:
 
 
 def digest_files(files: Sequence[Path], workers: int) -> list[SourceFile]:
-    """Return each file with the SHA-256 of its contents, `workers` files at a time."""
-    with ThreadPoolExecutor(workers) as threads:  # hashing and reading let other threads run
+    """Return each file with the SHA-256 of its contents; `workers` files are read at a time."""
+    with ThreadPoolExecutor(workers) as threads:  # hashing and reading release the GIL
         return list(threads.map(digest_file, files))
 
 
 def digest_of_digests(files: Sequence[SourceFile]) -> str:
-    """Return one SHA-256 for all of `files` in their order, whatever they are called."""
+    """Return one SHA-256 for the contents of `files` in their order; their names do not matter."""
     return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
 
 
 def write_source_list(groups: Sequence[tuple[str, Sequence[SourceFile]]], file: Path) -> None:
-    """Write a JSON line for each file of each (input, files): `input`, `file`, `bytes`, `sha256`."""
+    """Write a JSON line with `input`, `file`, `bytes` and `sha256` for each file of each (input, files) in `groups`."""
     with file.open("w", encoding="utf-8") as stream:
         for name, files in groups:
             for one in files:

@@ -1,4 +1,4 @@
-"""The tokenizer of a dataset: loaded by name, or trained on a sample of the documents themselves; told from others."""
+"""Tokenizers: loaded by name, trained on a sample of the documents, and compared by a fingerprint."""
 
 from __future__ import annotations
 
@@ -6,22 +6,37 @@ import hashlib
 import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from femto_core.errors import UserError
-from femto_data.documents import Piece
+from femto_data.documents import TextPiece
 
 EOS = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # 256 bytes and EOS
-_SAMPLE = 4 * 2**20  # characters a tokenizer is trained on: enough for a small vocabulary, a second of work
-_SEGMENT = 2**16  # characters that are chosen or not together
+_SAMPLE = 4 * 2**20  # characters to train a tokenizer on: enough for a small vocabulary, about a second of work
+_SEGMENT = 2**16  # characters of a document that are sampled together
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+"""The files of a saved tokenizer that the fingerprint depends on."""
+_RULES = ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processor")
+_AROUND = ("bos_token", "eos_token", "cls_token", "sep_token")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a directory or Hugging Face name; it must have an EOS, which ends every document."""
+    """Return the tokenizer of a directory or Hugging Face name.
+
+    Raises UserError where it cannot be loaded or has no EOS, which ends every document.
+    """
+    tokenizer = _load(name)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"tokenizer {name} has no EOS token to end documents with; set its eos_token and save it again")
+    return tokenizer
+
+
+def _load(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     except Exception as error:
@@ -29,35 +44,43 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             f"tokenizer {name} cannot be loaded ({' '.join(str(error).split())[:200]}); give a directory that "
             f"save_pretrained wrote, or a Hugging Face name while there is a network"
         ) from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"tokenizer {name} has no EOS token to end documents with; set its eos_token and save it again")
     return tokenizer
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return 16 hexadecimal characters that change whenever the ids of some text would.
+    """Return 16 hexadecimal characters, equal for two tokenizers if and only if they have the same rules for ids.
 
-    They cover the backend's own description (model, merges, normaliser, added tokens), or the vocabulary where there is
-    no such backend, and the special tokens. Directory, padding and truncation do not enter: they are a caller's state.
+    The rules are the model with its merges, added tokens, normalizer, pre-tokenizer and post-processor (the
+    vocabulary, for a tokenizer without a backend in Rust), and the special tokens that are put around a text. Decoder,
+    directory, chat template, padding (with its token) and truncation decide no ids of a text and do not count.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        rules: dict[str, Any] = json.loads(backend.to_str())
-        for state in ("padding", "truncation"):
-            rules.pop(state, None)
+        description: dict[str, Any] = json.loads(backend.to_str())
+        rules = {name: description.get(name) for name in _RULES}
     else:
         rules = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return hashlib.sha256(json.dumps([rules, special], sort_keys=True).encode()).hexdigest()[:16]
+    around = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in _AROUND}
+    return hashlib.sha256(json.dumps([rules, around], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def saved_tokenizer_fingerprint(directory: Path) -> str | None:
+    """Return the fingerprint of the tokenizer saved in `directory`, or None where none is saved there.
+
+    Raises UserError for a tokenizer that cannot be loaded.
+    """
+    if not (directory / "tokenizer_config.json").is_file():
+        return None
+    return tokenizer_fingerprint(_load(str(directory)))
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return one more than the largest id, which gaps in the vocabulary make larger than the number of tokens."""
+    """Return the largest id plus one; with gaps in the vocabulary this is more than the number of tokens."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def train_tokenizer(sample: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Return a byte-level BPE trained on `sample`: any text comes back exactly; equal samples give equal merges."""
+    """Return a byte-level BPE trained on `sample`. Decoding restores any text; equal samples give equal merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,15 +89,15 @@ def train_tokenizer(sample: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
         vocab_size=vocab_size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(iter(sample), trainer)
-    # Clean-up would drop spaces before punctuation when decoding, and the text would not come back.
-    wrap: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast  # its own __init__ carries no types
+    # With clean-up, decoding would drop spaces before punctuation.
+    wrap: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast  # its own __init__ is not typed
     return wrap(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)
 
 
-def draw_sample(pieces: Iterable[Piece]) -> list[str]:
-    """Return up to 4 Mi characters of `pieces` in order, or all there are: segments chosen evenly, in one pass.
+def draw_sample(pieces: Iterable[TextPiece]) -> list[str]:
+    """Return about 4 Mi characters of `pieces`, or all if there are fewer: evenly drawn segments in order, in one pass.
 
-    Each segment of a document gets a pseudo-random rank from its place, and those of lowest rank are kept.
+    Each segment of a document gets a pseudo-random rank from a hash of its place; segments of the lowest rank are kept.
     """
     kept: list[tuple[int, int, str]] = []  # a heap with the highest rank on top: (-rank, order, text)
     size = 0
@@ -87,8 +110,8 @@ def draw_sample(pieces: Iterable[Piece]) -> list[str]:
     return [text for _, _, text in sorted(kept, key=lambda entry: entry[1])]
 
 
-def _segments(pieces: Iterable[Piece]) -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of the segments of all documents."""
+def _segments(pieces: Iterable[TextPiece]) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) for each segment of each document."""
     number = 0
     for piece in pieces:
         number = 0 if piece.first else number

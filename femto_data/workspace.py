@@ -1,4 +1,4 @@
-"""The folder beside an output in which it is made: held by one process, found again by its key, swept when stale."""
+"""The hidden folder in which an output is made: locked by one process, found by its key, removed when stale."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pathlib import Path
 import attrs
 
 from femto_core.errors import UserError
+from femto_data.atomic import sync, sync_tree
 
 _ASIDE = "replaced"
-_SWEPT = ".swept"  # the end of the name of a folder that is being removed
+_SWEPT = ".swept"  # suffix of a folder that is being removed
 
 
-class Interrupted(UserError):  # noqa: N818 - a kind of ending, and the user can mend it
-    """Something from outside ended the work: what is done so far is kept, and the same command goes on from there."""
+class Interrupted(UserError):  # noqa: N818 - not a mistake, and the user can resume
+    """The work was interrupted from outside; the same command resumes it."""
 
 
 @attrs.frozen
 class Workspace:
-    """A hidden folder beside `output`, named by the key of what is being made."""
+    """A hidden folder beside `output`, whose name has the key of the work."""
 
     output: Path
     folder: Path
@@ -31,10 +32,10 @@ class Workspace:
     def publish(self, made: Path) -> None:
         """Rename `made`, a directory in this workspace, to the output, and remove the workspace.
 
-        What was there is moved aside first and comes back should the second rename fail, or, after a kill between the
-        two, when the next run opens a workspace for this output. Every byte is on disk before the name.
+        Every byte is on disk before the rename. An earlier output is moved aside first. If the rename then fails, the
+        earlier output is put back; after a kill in between, the next workspace for this output puts it back.
         """
-        sync_all(made)
+        sync_tree(made)
         aside = self.folder / _ASIDE
         there = self.output.exists()
         if there:
@@ -45,20 +46,20 @@ class Workspace:
             if there:
                 os.replace(aside, self.output)
             raise
-        _sync(self.output.parent)
+        sync(self.output.parent)
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder; a kill meanwhile leaves it under a name that no run takes for its own."""
+        """Remove the folder. It is renamed first, so that after a kill no run takes the rest for its own."""
         _remove(self.folder)
 
 
 @contextmanager
 def open_workspace(output: Path, key: str) -> Iterator[Workspace]:
-    """Hold the workspace of `key` for `output` while the block runs; it stays on disk unless removed.
+    """Lock the workspace of `key` for `output` while the block runs; the folder stays on disk unless removed.
 
-    Workspaces of other keys are removed first, whatever was left in them; they belonged to other arguments or sources.
-    Raises UserError where another process holds one for this output, or where nothing can be written.
+    Workspaces of other keys, which belong to other arguments or sources, are removed first. Raises UserError if another
+    process has a workspace for this output, or if the folder cannot be written.
     """
     prefix = f".{output.name}."
     try:
@@ -81,14 +82,17 @@ def open_workspace(output: Path, key: str) -> Iterator[Workspace]:
 
 
 def _lock(file: Path, output: Path) -> int:
-    """Return an open descriptor that holds the lock `file`, which whoever held it before may have removed meanwhile."""
+    """Return an open descriptor that holds the lock on `file`.
+
+    A process that releases the lock removes the file, so the locked file is compared with the one at the path.
+    """
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), file.stat()):
                 return descriptor
-        except FileNotFoundError:  # it has just been removed
+        except FileNotFoundError:  # the last holder has just removed it: try again
             pass
         except BlockingIOError:
             os.close(descriptor)
@@ -102,7 +106,7 @@ def _lock(file: Path, output: Path) -> int:
 
 
 def _put_back(aside: Path, output: Path) -> None:
-    """Mend what a kill left between the two renames of `publish`."""
+    """Restore the earlier output after a kill between the two renames of `publish`."""
     if output.exists():
         _remove(aside)
     else:
@@ -117,20 +121,6 @@ def _remove(folder: Path) -> None:
         os.replace(folder, swept)
         folder = swept
     shutil.rmtree(folder)
-
-
-def sync_all(folder: Path) -> None:
-    """Return when everything in `folder` is on disk."""
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _escaped(prefix: str) -> str:

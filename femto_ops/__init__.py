@@ -1,1 +1,1 @@
-"""Autograd functions that save less and compute the same, and what puts them into a Hugging Face model."""
+"""Memory-saving autograd functions for language models, the code that installs them, and collectives."""

@@ -1,9 +1,9 @@
-"""Collectives on flat buckets, started now and awaited later; each along one process group.
+"""Asynchronous collectives on flat buckets, each over one process group.
 
-NCCL has its own. Gloo's reduce-scatter and all-gather take three to four times as long as the same bytes sent straight
-from rank to rank (128 MiB over two processes of one machine: 180 and 127 ms, against 40 and 30), so on gloo every rank
-sends each other its part directly, as many bytes as a ring would. Sums are then taken by the part's one owner, in
-the order of the ranks, in fp32 or wider: the result does not depend on timing, and bf16 is rounded once.
+On NCCL, torch's own collectives run. On gloo, torch's reduce-scatter and all-gather take three to four times as long as
+direct sends of the same bytes (128 MiB over two processes of one machine: 180 and 127 ms, against 40 and 30). So on
+gloo every rank sends each other rank its part directly, as many bytes as a ring would. The part's owner then sums it in
+the order of ranks, in fp32 or wider: the result does not depend on timing, and bf16 is rounded once.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ import torch
 import torch.distributed as dist
 
 ONE_ROUND_BYTES = 2**23
-"""Two ranks simply swap sums that are smaller: as many bytes, one round, and every rank adds all of it."""
-REDUCE_TAG, GATHER_TAG = 71, 72  # so that one kind may overtake the other on some ranks only
-_c10d: Any = dist
-# torch is renaming them; the old names warn.
-_reduce_scatter = getattr(_c10d, "reduce_scatter_single", None) or _c10d.reduce_scatter_tensor
-_all_gather = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into_tensor
+"""Up to this size, an all-reduce over two ranks swaps whole buckets: as many bytes, but one round in place of two."""
+REDUCE_TAG, GATHER_TAG = 71, 72  # distinct, so that a gather may overtake a reduce on some ranks only
+c10d: Any = dist
+"""torch.distributed without types, for what its stubs lack: stores, `group_src` and `group_dst`."""
+# torch is renaming these two functions, and the old names warn.
+_reduce_scatter = getattr(c10d, "reduce_scatter_single", None) or c10d.reduce_scatter_tensor
+_all_gather = getattr(c10d, "all_gather_single", None) or c10d.all_gather_into_tensor
 
 
 class Pending(Protocol):
-    """A collective under way. Its tensors may be neither read nor written before `wait` has returned."""
+    """A collective in flight. Its tensors must be neither read nor written before `wait` has returned."""
 
     def wait(self) -> None:
-        """Return when the result is there (on CUDA: when what is enqueued from now on will see it)."""
+        """Return when the result is ready (on CUDA: ready for kernels that are enqueued from now on)."""
 
 
 def reduce_scatter(whole: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Start to put the sum over ranks of this rank's part of their `whole` [w * n] into `share` [n].
+    """Start to sum `whole` [w * n] over the w ranks; `share` [n] receives this rank's part of the sum.
 
-    `share` may be this rank's part of `whole` itself. All ranks start their collectives in one order.
+    `share` may be this rank's part of `whole` itself. All ranks must start their collectives in the same order.
     """
     if _is_direct(group):
         return _DirectReduce(whole, share, group)
@@ -42,23 +43,26 @@ def reduce_scatter(whole: torch.Tensor, share: torch.Tensor, group: dist.Process
 
 
 def all_gather(whole: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Start to fill `whole` [w * n] with every rank's own part of it."""
+    """Start to fill `whole` [w * n], in which this rank's part [n] is set, with the other ranks' parts."""
     if _is_direct(group):
         return _DirectGather(whole, group)
     return _native(_all_gather(whole, _parts(whole, group)[group.rank()], group=group, async_op=True), whole)
 
 
 def all_reduce(whole: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Start to sum a contiguous `whole` over ranks, in place."""
+    """Start to sum `whole`, which must be contiguous, over ranks in place."""
     if _is_direct(group):
         small = group.size() == 2 and whole.nbytes <= ONE_ROUND_BYTES
         return _DirectExchange(whole.view(-1), group) if small else _DirectAllReduce(whole.view(-1), group)
     return _native(dist.all_reduce(whole, group=group, async_op=True), whole)
 
 
-def advance(under_way: Sequence[Pending]) -> None:
-    """Let those that go in two halves begin their second, waiting for the first; in their order, on all ranks alike."""
-    for pending in under_way:
+def advance(in_flight: Sequence[Pending]) -> None:
+    """Start the second half (the gather) of every two-phase all-reduce in flight, once its first half is done.
+
+    All ranks must call it with the same collectives in the same order.
+    """
+    for pending in in_flight:
         if isinstance(pending, _DirectAllReduce):
             pending.begin_gather()
 
@@ -83,7 +87,7 @@ def _native(work: dist.Work | None, *tensors: torch.Tensor) -> Pending:
 
 
 def _parts(whole: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return each rank's part of `whole`: equal ones, but for the last where the length does not divide."""
+    """Return each rank's part of `whole`; the last ones are shorter if the length does not divide."""
     length = -(-whole.numel() // group.size())
     return [whole[number * length : (number + 1) * length] for number in range(group.size())]
 
@@ -94,19 +98,19 @@ def _exchange(
     """Start to send `outgoing[p]` to every other rank p and to receive `incoming[p]` from it."""
     works: list[dist.Work | None] = []
     rank, size = group.rank(), group.size()
-    for distance in range(1, size):  # everyone begins with another neighbour
+    for distance in range(1, size):  # each rank starts with a different neighbour
         to, source = (rank + distance) % size, (rank - distance) % size
         if incoming[source].numel():
-            works.append(_c10d.irecv(incoming[source], group=group, group_src=source, tag=tag))
+            works.append(c10d.irecv(incoming[source], group=group, group_src=source, tag=tag))
         if outgoing[to].numel():
-            works.append(_c10d.isend(outgoing[to], group=group, group_dst=to, tag=tag))
+            works.append(c10d.isend(outgoing[to], group=group, group_dst=to, tag=tag))
     return [work for work in works if work is not None]
 
 
 class _DirectReduce:
     def __init__(self, whole: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._parts, self._share, self._rank = _parts(whole, group), share, group.rank()
-        mine = self._parts[self._rank]  # parts of an uneven cut differ in length
+        mine = self._parts[self._rank]  # if the length does not divide, parts differ in length
         self._received = [mine if p == self._rank else torch.empty_like(mine) for p in range(group.size())]
         self._works = _exchange(self._parts, self._received, group, REDUCE_TAG)
 
@@ -139,7 +143,7 @@ class _DirectGather:
 
 
 class _DirectExchange:
-    """Two ranks: each sends all it has, and adds what the other sent."""
+    """All-reduce over two ranks: each sends its whole bucket, and adds the other's."""
 
     def __init__(self, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._whole, self._received = whole, torch.empty_like(whole)

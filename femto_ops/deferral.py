@@ -1,7 +1,7 @@
-"""Weight gradients put off: a backward that others wait for computes input gradients alone, and weights' come later.
+"""Deferred weight gradients: backward computes input gradients only, and the weights' gradients follow later.
 
-(Qi et al. 2023, arXiv:2401.10241: B and W.) A layer that can do so asks its stage's `WeightGradients` in its backward;
-layers that never ask compute everything at once, which is as right.
+These are passes B and W of zero-bubble pipelines (Qi et al. 2023, arXiv:2401.10241). A layer that supports it asks its
+stage's `WeightGradients` in backward; layers that never ask compute both gradients at once, which is equally correct.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 Compute = Callable[[], Sequence[torch.Tensor | None]]
 
 
-class Later:
-    """Gradients that one backward has put off."""
+class DeferredGradients:
+    """The gradient computations that one backward deferred."""
 
     def __init__(self) -> None:
         self._tasks: list[tuple[list[GradientEdge | None], Compute]] = []
 
     def add(self, edges: list[GradientEdge | None], compute: Compute) -> None:
-        """Put off `compute`, whose results belong to `edges`."""
+        """Add `compute`, which returns the gradient for each of `edges`."""
         self._tasks.append((edges, compute))
 
     def compute(self) -> None:
-        """Compute what was put off, and let it flow on as backward would have: into `grad`, past every hook."""
+        """Run the deferred computations and feed the results through autograd; `.grad` and hooks see them as usual."""
         tasks, self._tasks = self._tasks, []
         while tasks:
             edges, compute = tasks.pop(0)
@@ -37,33 +37,33 @@ class Later:
 
 
 class WeightGradients:
-    """Where a stage's layers ask whether to put off their weights' gradients."""
+    """Tells a stage's layers whether to defer their weights' gradients, and collects what they defer."""
 
     def __init__(self) -> None:
-        self._later: Later | None = None
+        self._deferred: DeferredGradients | None = None
 
     @property
-    def are_put_off(self) -> bool:
-        """Whether a backward under way is to put them off."""
-        return self._later is not None
+    def deferring(self) -> bool:
+        """Whether weight gradients are to be deferred now."""
+        return self._deferred is not None
 
     @contextlib.contextmanager
-    def put_off(self) -> Iterator[Later]:
-        """Inside, backward collects weight gradients in the result instead of computing them."""
-        self._later = Later()
+    def defer(self) -> Iterator[DeferredGradients]:
+        """Within the context, every backward adds its weight gradients to the yielded object, uncomputed."""
+        self._deferred = DeferredGradients()
         try:
-            yield self._later
+            yield self._deferred
         finally:
-            self._later = None
+            self._deferred = None
 
-    def now_or_later(self, edges: list[GradientEdge | None], compute: Compute) -> Sequence[torch.Tensor | None]:
-        """Return the gradients that belong to `edges`; None for each where they come later."""
-        if self._later is None:
+    def compute_or_defer(self, edges: list[GradientEdge | None], compute: Compute) -> Sequence[torch.Tensor | None]:
+        """Return `compute()`, the gradients for `edges`; if deferring, return None for each and call it later."""
+        if self._deferred is None:
             return compute()
-        self._later.add(edges, compute)
+        self._deferred.add(edges, compute)
         return [None] * len(edges)
 
 
 def edges_of(tensors: Sequence[torch.Tensor | None]) -> list[GradientEdge | None]:
-    """Return where the gradient of each tensor goes; None for those that need none. For use in a forward."""
+    """Return the gradient edge of each tensor, None for a tensor without gradient. For use in an autograd forward."""
     return [get_gradient_edge(t) if t is not None and t.requires_grad else None for t in tensors]

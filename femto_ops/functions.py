@@ -1,8 +1,7 @@
-"""The operations whose textbook form wastes memory: RMS norm and SwiGLU.
+"""RMS norm and SwiGLU, whose textbook forms save more for backward than they need.
 
-Each is an autograd function that saves the least its backward needs and works in place on its own temporaries. All
-that is a tensor goes through `save_for_backward`, so checkpointing and saved-tensor hooks see it. None of them can be
-differentiated twice.
+Each is an autograd function that saves a minimum and works in place on its own temporaries. All saved tensors go
+through `save_for_backward`, so checkpointing and saved-tensor hooks see them. Neither can be differentiated twice.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale every row of `x` to unit root mean square, then by `weight` (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Statistics are in fp32 (float64 for float64 input), and the normalised rows are rounded to the input's dtype before
-    `weight` multiplies them, as in Hugging Face's LlamaRMSNorm. On CUDA torch's own fused kernel takes over where both
-    dtypes agree; it rounds once, after the product. Saved for backward: `x`, `weight` and 1 / rms [..., 1].
+    `weight` multiplies them, as in Hugging Face's LlamaRMSNorm. On CUDA, if both dtypes agree, torch's fused kernel
+    runs instead and rounds once, after the product. Saved for backward: `x`, `weight` and 1 / rms [..., 1].
 
     Args:
         x: [..., h], floating point.
@@ -38,12 +37,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer 2020, arXiv:2002.05202, section 2), saving only `gate` and `up`.
 
-    Both are [..., i] of one shape and dtype, and so is the result. Backward computes silu(gate) again: one pass over
-    memory, against a third saved tensor of that size. Different shapes or dtypes raise ValueError.
+    Both inputs and the result are [..., i], of the same dtype; otherwise ValueError. Backward computes silu(gate)
+    again, which costs one pass over memory and saves a tensor of that size.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         shapes = f"{tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
-        raise ValueError(f"swiglu takes gate and up of one shape and dtype, not {shapes}.")
+        raise ValueError(f"swiglu takes gate and up of the same shape and dtype, not {shapes}.")
     return cast(Tensor, _SwiGLU.apply(gate, up))  # type: ignore[no-untyped-call]
 
 
@@ -52,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         rows = x.to(dtype)
-        # A norm needs no temporary of x's size, which squaring x would.
+        # vector_norm needs no temporary of x's size; squaring x would.
         inverse = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_()
         inverse = inverse.div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, weight, inverse)
@@ -65,8 +64,8 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         dtype, h = inverse.dtype, x.shape[-1]
         rows, grad, scale = x.to(dtype), grad.to(dtype), weight.to(dtype)
-        # With r = 1 / rms: dweight = sum over rows of r grad x, and dx = r (grad w - x r^2 mean(grad w x)). Both sums
-        # are matrix-vector products with grad x, so one temporary serves the three results.
+        # With r = 1 / rms: dweight = sum over rows of r grad x, and dx = r (grad w - x r^2 mean(grad w x)). The sum and
+        # the mean are matrix-vector products with grad x, so one temporary is enough.
         work = torch.mul(grad, rows, out=torch.empty(x.shape, dtype=dtype, device=x.device))
         flat = work.view(-1, h)  # [n, h]
         dweight = torch.mv(flat.t(), inverse.reshape(-1)).to(weight.dtype) if ctx.needs_input_grad[1] else None

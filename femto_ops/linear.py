@@ -1,4 +1,4 @@
-"""Linear layers whose weight gradient can wait, so that a backward has two halves."""
+"""Linear layers that can defer their weight's gradient, which splits backward into two halves."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from femto_ops.deferral import WeightGradients, edges_of
 
 
 class SplittingLinear(nn.Linear):
-    """`nn.Linear` that asks in backward whether to put its weight's gradient off."""
+    """`nn.Linear` whose backward defers the gradients of weight and bias if `weight_grads` says so."""
 
-    later: WeightGradients
+    weight_grads: WeightGradients
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d_in] -> [..., d_out]."""
-        return cast(Tensor, _Linear.apply(x, self.weight, self.bias, self.later))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Linear.apply(x, self.weight, self.bias, self.weight_grads))  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: WeightGradients) -> Tensor:
-        ctx.later, ctx.edges = later, edges_of([weight, bias])
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_grads: WeightGradients) -> Tensor:
+        ctx.weight_grads, ctx.edges = weight_grads, edges_of([weight, bias])
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -36,7 +36,7 @@ class _Linear(torch.autograd.Function):
         dx = grad @ weight if ctx.needs_input_grad[0] else None
         weight_edge, bias_edge = ctx.edges
         rows, flat = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        found = ctx.later.now_or_later(
+        found = ctx.weight_grads.compute_or_defer(
             ctx.edges, lambda: [flat.t() @ rows if weight_edge else None, flat.sum(0) if bias_edge else None]
         )
         return dx, *found, None

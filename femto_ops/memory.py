@@ -1,7 +1,7 @@
-"""Counting the memory of tensors.
+"""Counters of tensor memory.
 
-On a CPU, live bytes are counted operation by operation: what a caching allocator would be asked for, without its
-rounding, and without what kernels use inside themselves. On a GPU torch's allocator is asked.
+On a CPU, live bytes are counted operation by operation: the bytes requested from an allocator, without its rounding and
+without temporaries inside kernels. On a GPU, torch's allocator reports them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch.utils._pytree import tree_leaves
 
 
 class ByteCounter(Protocol):
-    """Knows how much memory tensors have."""
+    """Counts the bytes of live tensors."""
 
     def live(self) -> int:
-        """Return the bytes alive now."""
+        """Return the live bytes."""
 
     def take_peak(self) -> int:
-        """Return the most bytes alive at a time since this was last called."""
+        """Return the maximum of live bytes since the last call."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts all storages on one type of device that are made while it is on, as long as they live.
+    """Counts storages on one type of device that are created while the mode is active, as long as they live.
 
-    A storage that was emptied in place counts for what it has left.
+    A storage that was resized in place counts with its current size.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,13 +52,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         made = {key: storage for key, storage in self._storages_of(result) if not self._knows(key)}
         if made:
-            given = {key for key, _ in self._storages_of((args, kwargs))}  # a view of what was there before is not new
+            given = {key for key, _ in self._storages_of((args, kwargs))}  # a view of an older tensor is not new
             self._storages |= {key: weakref.ref(storage) for key, storage in made.items() if key not in given}
         self._peak = max(self._peak, self.live())
         return result
 
     def _knows(self, key: int) -> bool:
-        known = self._storages.get(key)  # an address may have been given to another since
+        known = self._storages.get(key)  # a new storage may have the address of a freed one
         return known is not None and known() is not None
 
     def _storages_of(self, values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
@@ -69,7 +69,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class AllocatorBytes:
-    """Asks torch's CUDA allocator."""
+    """Reads torch's CUDA allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,7 +85,7 @@ class AllocatorBytes:
 
 @contextlib.contextmanager
 def counting(device: torch.device) -> Iterator[ByteCounter]:
-    """Count memory of `device` inside. On a CPU what was made before is not seen: build the trainer inside too."""
+    """Count memory of `device` within the context. On a CPU, tensors created before it are not counted."""
     if device.type == "cuda":
         yield AllocatorBytes(device)
         return

@@ -1,1 +1,1 @@
-"""What people look at: progress, records, plots, samples, sanity checks. Observers only: nothing here trains."""
+"""Observers of a run: progress, records, plots, samples, sanity checks, logs, traces. Nothing here trains."""

@@ -4,51 +4,59 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from femto_core.hookspecs import hookimpl
+from femto_core.sections import not_negative, positive
 
 if TYPE_CHECKING:
     from femto_core.trainer import Trainer
+
+
+@attrs.frozen(kw_only=True)
+class ProfileSection:
+    """A torch.profiler trace for the Chrome or Perfetto viewer."""
+
+    step: int = attrs.field(default=0, validator=not_negative)
+    """First step to trace; 0: none."""
+    steps: int = attrs.field(default=1, validator=positive)
+    """How many steps to trace."""
 
 
 class Profiler:
     """Traces `profile.steps` steps from `profile.step` on, into trace-rank-N.json."""
 
     def __init__(self) -> None:
-        self._trainer: Trainer | None = None
         self._profile: Any = None
 
     @hookimpl
-    def femto_train_begin(self, trainer: Trainer) -> None:
-        self._trainer = trainer if trainer.config.profile.step else None
+    def femto_config_section(self) -> tuple[str, type[ProfileSection]]:
+        return "profile", ProfileSection
 
     @hookimpl
-    def femto_step_begin(self, step: int) -> None:
-        if self._trainer is not None and step == self._trainer.config.profile.step:
+    def femto_step_begin(self, trainer: Trainer, step: int) -> None:
+        if step == trainer.config.section(ProfileSection).step:
             from torch.profiler import profile
 
             self._profile = profile()
             self._profile.start()
 
     @hookimpl
-    def femto_step_end(self) -> None:
-        if self._trainer is None or self._profile is None:
-            return
-        section = self._trainer.config.profile
-        if self._trainer.step >= section.step + section.steps - 1:
-            self._finish()
+    def femto_step_end(self, trainer: Trainer) -> None:
+        section = trainer.config.section(ProfileSection)
+        if self._profile is not None and trainer.step >= section.step + section.steps - 1:
+            self._finish(trainer)
 
     @hookimpl
-    def femto_train_end(self) -> None:
+    def femto_train_end(self, trainer: Trainer) -> None:
         if self._profile is not None:
-            self._finish()
-        self._trainer = None
+            self._finish(trainer)
 
-    def _finish(self) -> None:
-        assert self._trainer is not None
+    def _finish(self, trainer: Trainer) -> None:
         self._profile.stop()
-        path = self._trainer.run_dir / f"trace-rank-{self._trainer.mesh.rank}.json"
+        path = trainer.run_dir / f"trace-rank-{trainer.mesh.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its own machine
         self._profile.export_chrome_trace(str(path))
         self._profile = None
-        if self._trainer.mesh.rank == 0:
+        if trainer.mesh.rank == 0:
             print(f"trace    {path} (and one for each other rank): open it in ui.perfetto.dev", flush=True)

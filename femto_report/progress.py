@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere. Rank 0 only."""
+"""Progress of a run: a live bar on a terminal, plain lines elsewhere. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import attrs
+
 from femto_core.hookspecs import hookimpl
+from femto_core.sections import positive
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -15,21 +18,32 @@ if TYPE_CHECKING:
     from femto_core.trainer import Trainer
 
 
+@attrs.frozen(kw_only=True)
+class LogSection:
+    """Lines that are shown during a run."""
+
+    every: int = attrs.field(default=10, validator=positive)
+    """Steps between printed lines where there is no terminal; metrics.jsonl has every step."""
+
+
 class ProgressReport:
     """Shows loss, gradient norm, learning rate, speed, memory and time left."""
 
     def __init__(self) -> None:
-        self._trainer: Trainer | None = None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._started, self._first_step = 0.0, 0
         self._shown = 0
 
     @hookimpl
+    def femto_config_section(self) -> tuple[str, type[LogSection]]:
+        return "log", LogSection
+
+    @hookimpl
     def femto_train_begin(self, trainer: Trainer) -> None:
         if trainer.mesh.rank:
             return
-        self._trainer, self._first_step, self._started = trainer, trainer.step, time.perf_counter()
+        self._first_step, self._started = trainer.step, time.perf_counter()
         self._shown = trainer.skipped
         print(headline(trainer), flush=True)
         if sys.stdout.isatty():
@@ -41,17 +55,15 @@ class ProgressReport:
             self._bar.start()
 
     @hookimpl
-    def femto_log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._trainer is None:
-            return
+    def femto_log(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         if "loss" not in metrics:
             self._print(f"step {step:>5}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
             return
-        line = self._line(step, metrics)
+        line = self._line(step, trainer.end, metrics)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, description=line)
-        every = self._trainer.config.log.every
-        if self._bar is None and (step % every == 0 or step in (self._first_step + 1, self._trainer.end)):
+        every = trainer.config.section(LogSection).every
+        if self._bar is None and (step % every == 0 or step in (self._first_step + 1, trainer.end)):
             print(line, flush=True)
         if metrics["skipped"] > self._shown:
             self._shown = int(metrics["skipped"])
@@ -59,14 +71,19 @@ class ProgressReport:
             self._print(f"step {step}: weights left untouched because of {reason} ({self._shown} such steps so far)")
 
     @hookimpl
-    def femto_train_end(self) -> None:
+    def femto_train_end(self, trainer: Trainer, error: BaseException | None) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._bar = self._trainer = None
+        self._bar = None
+        if error is None and trainer.step < trainer.end and trainer.mesh.rank == 0:
+            kept = (
+                "its checkpoint is saved"
+                if trainer.config.checkpoint.every
+                else "nothing is saved, because checkpoint.every = 0"
+            )
+            print(f"stopped after step {trainer.step}, as asked; {kept}", file=sys.stderr, flush=True)
 
-    def _line(self, step: int, m: dict[str, float]) -> str:
-        assert self._trainer is not None
-        end = self._trainer.end
+    def _line(self, step: int, end: int, m: dict[str, float]) -> str:
         elapsed = time.perf_counter() - self._started
         left = elapsed / max(1, step - self._first_step) * (end - step)
         speed = f"MFU {m['mfu']:.1%}" if "mfu" in m else f"{m['tflops']:.3f} TFLOP/s"
@@ -83,19 +100,20 @@ class ProgressReport:
 
 
 def headline(trainer: Trainer) -> str:
-    """Return the lines that say what is about to be trained, on what, and where it is written."""
-    config, mesh, sampler = trainer.config, trainer.mesh, trainer.loader.sampler
-    count = sum(math.prod(g.layout.global_shape) for g in trainer.groups)
-    owned = sum(g.layout.flat[1] - g.layout.flat[0] for g in trainer.groups)
+    """Return the lines that describe a run: its model, layout, data and folder."""
+    mesh, data = trainer.mesh, trainer.config.data
+    count = sum(math.prod(share.layout.global_shape) for share in trainer.shares)
+    owned = sum(share.layout.flat[1] - share.layout.flat[0] for share in trainer.shares)
     plugins = ", ".join(trainer.plugin_versions) or "none"
     kind = f"{trainer.stage.config.model_type} with {count:,} parameters ({owned:,} updated by rank 0)"
-    rows = f"{sampler.rows:,} rows of {config.data.seq_len} tokens"
-    step = f"{mesh.size('dp')} ranks x {sampler.accumulation} micro-batches x {sampler.micro_batch}"
+    rows = f"{len(trainer.dataset):,} rows of {data.seq_len} tokens"
+    ranks = mesh.size(*mesh.row_axes)
+    step = f"{ranks} ranks x {trainer.loader.accumulation} micro-batches x {data.micro_batch}"
     return "\n".join(
         [
             f"model    {kind}",
             f"layout   {mesh} on {mesh.device.type}; plugins: {plugins}",
-            f"data     {rows}; {sampler.global_batch} rows a step = {step}",
+            f"data     {rows}; {data.global_batch} rows a step = {step}",
             f"run      {trainer.run_dir}, steps {trainer.step + 1} to {trainer.end}",
         ]
     )

@@ -1,4 +1,4 @@
-"""What a run leaves behind: config.toml, env.json, metrics.jsonl and loss.png. Rank 0 only."""
+"""Records of a run: config.toml, env.json, metrics.jsonl and loss.png. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from femto_core.hookspecs import hookimpl
-from femto_report.lines import keep_lines, read_lines
+from femto_data.atomic import open_atomic
+from femto_report.jsonl import keep_lines, read_lines
 
 if TYPE_CHECKING:
     from femto_core.trainer import Trainer
@@ -55,7 +56,7 @@ class Recorder:
 
 
 def environment(trainer: Trainer) -> dict[str, Any]:
-    """Return what a later reader needs to know about where the run took place."""
+    """Return versions, device, layout and command: the circumstances of the run."""
     import torch
     import transformers
 
@@ -94,7 +95,8 @@ def plot_loss(folder: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(folder / "loss.png", dpi=120)
+    with open_atomic(folder / "loss.png") as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 def running_mean(values: Sequence[float]) -> list[float]:

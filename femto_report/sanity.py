@@ -1,4 +1,4 @@
-"""A few numbers that tell a healthy run from a broken one, printed as a short report. Rank 0 only."""
+"""Sanity checks of a run's first loss, gradient norms and memory, printed as a short report. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from femto_core.trainer import Trainer
 
 START_TOLERANCE = 0.5
-"""How far from ln(vocabulary) a random model's first loss may lie: tied embeddings and wide init move it a little."""
+"""Largest distance of a random model's first loss from ln(vocabulary): ties and wide init move it a little."""
 LOADED_MARGIN = 1.0
 NORM_RANGE = (0.1, 10.0)
 OFTEN = 0.5
@@ -22,34 +22,31 @@ class SanityReport:
     """Checks the first loss against ln(vocabulary), the gradient norms, and memory against the estimate."""
 
     def __init__(self) -> None:
-        self._trainer: Trainer | None = None
         self._norms: list[float] = []
         self._peak = 0.0
 
     @hookimpl
-    def femto_train_begin(self, trainer: Trainer) -> None:
-        if trainer.mesh.rank == 0:
-            self._trainer, self._norms = trainer, []
+    def femto_train_begin(self) -> None:
+        self._norms = []
 
     @hookimpl
-    def femto_log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._trainer is None or "loss" not in metrics:
+    def femto_log(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        if "loss" not in metrics:
             return
         if step == 1:
-            print(first_loss(self._trainer, metrics["loss"]), flush=True)
+            print(first_loss(trainer, metrics["loss"]), flush=True)
         self._norms.append(metrics["grad_norm"])
         self._peak = metrics["peak_memory_mib"]
 
     @hookimpl
-    def femto_train_end(self) -> None:
-        if self._trainer is not None and self._norms:
-            print(gradient_norms(self._norms, self._trainer.config.optim.clip))
-            print(memory(self._trainer, self._peak), flush=True)
-        self._trainer = None
+    def femto_train_end(self, trainer: Trainer) -> None:
+        if self._norms:  # only rank 0 has any
+            print(gradient_norms(self._norms, trainer.config.optim.clip))
+            print(memory(trainer, self._peak), flush=True)
 
 
 def first_loss(trainer: Trainer, loss: float) -> str:
-    """Judge the loss before the first update: a random model knows nothing, a loaded one must know something."""
+    """Judge the loss before the first update: near ln(vocabulary) for random weights, well below it for loaded ones."""
     section = trainer.config.model
     expected = math.log(trainer.stage.config.vocab_size)
     text = f"first loss {loss:.3f}, ln(vocabulary) {expected:.3f}"
@@ -63,7 +60,7 @@ def first_loss(trainer: Trainer, loss: float) -> str:
 
 
 def gradient_norms(norms: list[float], clip: float) -> str:
-    """Judge the gradient norms: normally within 0.1 and 10, and clipped only now and then."""
+    """Judge the gradient norms: normally between 0.1 and 10, and rarely clipped."""
     finite = [n for n in norms if math.isfinite(n)]
     if not finite:
         return "WARNING  no step had a finite gradient norm: nothing was learnt"
@@ -76,13 +73,13 @@ def gradient_norms(norms: list[float], clip: float) -> str:
 
 
 def memory(trainer: Trainer, peak_mib: float) -> str:
-    """Set the measured peak beside what weights, gradients and optimizer state need by count."""
+    """Compare the measured peak with the memory of weights, gradients and optimizer state, by count."""
     estimate = 0
-    for group in trainer.groups:
-        estimate += group.compute.nbytes
-        if group.trainable:
-            same = group.master is group.compute
-            estimate += group.compute.nbytes + group.master.nbytes * (2 if same else 3)
+    for share in trainer.shares:
+        estimate += share.compute.nbytes
+        if share.trainable:
+            same = share.master is share.compute
+            estimate += share.compute.nbytes + share.master.nbytes * (2 if same else 3)
     mib = estimate / 2**20
     what = "tensors" if trainer.mesh.device.type == "cuda" else "the whole process, Python and libraries included"
     text = f"peak memory {peak_mib:,.0f} MiB ({what}); what rank 0 updates needs {mib:,.0f} MiB"

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from femto_core.hookspecs import hookimpl
+from femto_core.launch import init_process_group
 from femto_core.layout import ParamLayout
-from femto_core.mesh import init_process_group
 from femto_core.model import FullModel
-from femto_core.testing import RandomTask, Record, WorkerPool, assemble, train_job
+from femto_tools.testing import RandomTask, Record, WorkerPool, assemble, train_job
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,6 +46,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pool() -> Iterator[WorkerPool]:
     """Four workers. A job that fails ends them, and the next one starts new ones: expected errors are caught inside."""
     workers = WorkerPool(4)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module")
+def large_pool() -> Iterator[WorkerPool]:
+    """Eight workers, for as long as the module's tests run."""
+    workers = WorkerPool(8)
     yield workers
     workers.close()
 

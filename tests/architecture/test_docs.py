@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from femto_core.plugins import hook_names
-from femto_report.hookdoc import render
+from femto_tools.hookdoc import render
 
 ROOT = Path(__file__).parents[2]
 

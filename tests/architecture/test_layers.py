@@ -17,7 +17,7 @@ from femto_core.plugins import hook_names
 
 ROOT = Path(__file__).parents[2]
 KERNEL = ROOT / "femto_core"
-PACKAGES = ("femto_core", "femto_data", "femto_report", "femto_ops", "femto_checkpoint")
+PACKAGES = ("femto_core", "femto_data", "femto_report", "femto_tools", "femto_ops", "femto_checkpoint")
 MOST_LINES = 300
 MOST_KERNEL_CODE = 3000
 
@@ -281,6 +281,15 @@ def test_a_plugin_imports_no_built_in_one_but_the_library_of_femto_data(folder: 
                 assert module not in ("", "plugin"), name_of(file)
 
 
+@pytest.mark.parametrize("file", sources(ROOT / "femto_checkpoint", ROOT / "femto_report"), ids=name_of)
+def test_a_built_in_plugin_imports_no_other_but_the_checkpoints_the_library_of_femto_data(file: Path) -> None:
+    package = file.relative_to(ROOT).parts[0]
+    others = {"femto_data", "femto_report", "femto_checkpoint"} - {package}
+    found = {name for name in imported(file.read_text()) if name.split(".")[0] in others}
+    library = {name for name in found if name.startswith("femto_data.") and name != "femto_data.plugin"}
+    assert found <= (library if package == "femto_checkpoint" else set())
+
+
 @pytest.mark.parametrize("file", sources(ROOT / "femto_data"), ids=name_of)
 def test_of_femto_data_only_the_plugin_has_hooks_and_nothing_else_imports_it(file: Path) -> None:
     names = imported(file.read_text())
@@ -326,7 +335,7 @@ def test_the_kernel_knows_no_plugin_by_name(file: Path) -> None:
 @pytest.mark.parametrize("file", shipped(), ids=name_of)
 def test_only_the_command_line_and_the_mesh_read_the_environment(file: Path) -> None:
     reads = environment_reads(file.read_text(encoding="utf-8"))
-    assert bool(reads) == (name_of(file) in ("femto_core/cli.py", "femto_core/mesh.py")), reads
+    assert bool(reads) == (name_of(file) in ("femto_core/cli.py", "femto_core/launch.py")), reads
 
 
 @pytest.mark.parametrize("file", sources(KERNEL), ids=name_of)
@@ -355,6 +364,15 @@ except SystemExit as end:
         ["hooks"],
         ["preprocess", "--help"],
         ["data-inspect", "--help"],
+        ["export", "--help"],
+        ["checkpoint", "--help"],
+        ["hooks", "--help"],
+        ["plugins", "--help"],
+        ["memory", "--help"],
+        ["verify", "--help"],
+        ["sft-inspect", "--plugins", "sft", "--help"],
+        ["pp-draw", "--plugins", "pp", "--help"],
+        ["--version"],
     ],
     ids=" ".join,
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from femto_core import hookspecs
 from femto_core.hooks import Hooks
 from femto_core.metrics import StepInfo
 from femto_core.plugins import BUILT_IN, activate, installed_plugins
@@ -23,10 +24,11 @@ def test_the_plugin_in_the_readme_takes_its_seat_and_observes(capsys: pytest.Cap
     exec(source, vars(plugin))
     hooks = Hooks(activate([], objects={"mine": plugin}).manager)
     config: Any = SimpleNamespace(optim=SimpleNamespace(warmup=3))
-    schedule = hooks.lr_schedule(config)
+    schedule = hooks.seat(hookspecs.femto_lr_schedule, config=config)
     assert [round(schedule(step), 3) for step in (0, 3, 15)] == [0.25, 1.0, 0.5]
     info = StepInfo(step=7, loss=1.0, grad_norm=11.0, lr=0.1, tokens=8, skipped=False, skipped_total=0, seconds=1.0)
-    hooks.step_end(info)
+    trainer: Any = SimpleNamespace()
+    hooks.call(hookspecs.femto_step_end, trainer=trainer, info=info)
     assert "step 7: gradient norm 11.0" in capsys.readouterr().out
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from femto_core.testing import WorkerPool
+from femto_tools.testing import WorkerPool
 from tests.checkpoint.runs import train_until, values
 
 

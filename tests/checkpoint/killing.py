@@ -20,8 +20,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - once, here, inst
 
 from femto_checkpoint.folder import latest_checkpoint
 from femto_checkpoint.index import Checkpoint
-from femto_core.mesh import init_process_group
-from femto_core.testing import make_trainer
+from femto_core.launch import init_process_group
+from femto_tools.testing import make_trainer
 from tests.conftest import DropoutTask
 
 STEPS = 24
@@ -38,18 +38,18 @@ def settings(folder: Path, workers: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def live(folder: Path, pipe: int, workers: int) -> None:
-    """Train to the end, in a child; say through `pipe` at which step it begins."""
+    """Train to the end, in a child process; send the step it begins at through `pipe`."""
     init_process_group(torch.device("cpu"))
     trainer = make_trainer(settings(folder, workers), (), {"random_task": DropoutTask()})
     if workers:
-        trainer.train_step()  # the loader's processes are there before the kill may come
+        trainer.train_step()  # start the loader's processes before a kill is possible
     os.write(pipe, f"{trainer.step}\n".encode())
     trainer.train()
-    torch.save({group.name: group.master for group in trainer.groups}, folder / "end.pt")
+    torch.save({group.name: group.master for group in trainer.shares}, folder / "end.pt")
 
 
 def begin(folder: Path, workers: int = 0) -> tuple[int, int]:
-    """Fork a child that trains; return its id, and the step it begins at, once it is about to."""
+    """Fork a child that trains; return its process id and the step it begins at."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -70,7 +70,7 @@ def begin(folder: Path, workers: int = 0) -> tuple[int, int]:
 
 
 def kill_after(child: int, delay: float) -> bool:
-    """Kill `child` after `delay` seconds; tell whether it had ended well before."""
+    """Kill `child` after `delay` seconds; return whether it had ended without an error before."""
     deadline = time.monotonic() + delay
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -85,7 +85,7 @@ def kill_after(child: int, delay: float) -> bool:
 
 
 def newest(folder: Path) -> int:
-    """Verify every byte of the newest checkpoint; return its step, 0 where there is none yet."""
+    """Verify every byte of the newest checkpoint; return its step, or 0 without a checkpoint."""
     path = latest_checkpoint(folder / "test" / "checkpoints")
     if path is None:
         return 0
@@ -100,7 +100,7 @@ def same_end(folder: Path, straight: Path) -> bool:
 
 
 def campaign(folder: Path, kills: int, seed: int) -> None:
-    """Kill `kills` times, over as many runs as that takes; each run goes on to its end and is compared."""
+    """Kill `kills` times, in as many runs as needed; each run is resumed to its end and compared."""
     moments = random.Random(seed)
     straight = folder / "straight"
     straight.mkdir(parents=True)
@@ -108,7 +108,7 @@ def campaign(folder: Path, kills: int, seed: int) -> None:
     start = time.monotonic()
     if not kill_after(child, 120.0):
         raise SystemExit("the uninterrupted run did not end")
-    longest = (time.monotonic() - start) / 2  # whatever the machine is busy with, some lives get somewhere
+    longest = (time.monotonic() - start) / 2  # long enough for some progress on a busy machine
     done, number, expected, ended = 0, 0, 0, False
     while done < kills or not ended:
         run = folder / f"run-{number}"
@@ -129,7 +129,7 @@ def campaign(folder: Path, kills: int, seed: int) -> None:
 
 
 def leave_workers(folder: Path) -> None:
-    """Kill a run with loader processes, and begin again at once."""
+    """Kill a run with loader processes, and resume it at once."""
     folder.mkdir(parents=True)
     child, _ = begin(folder, workers=2)
     kill_after(child, 0.05)

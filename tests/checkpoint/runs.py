@@ -1,4 +1,4 @@
-"""Runs that are cut short and gone on with, for the tests of checkpoints: jobs for the pool of workers."""
+"""Interrupted and resumed runs for the tests of checkpoints: jobs for the pool of workers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from femto_core.batch import Batch
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 from femto_core.metrics import StepInfo
-from femto_core.testing import RandomTask, WorkerPool, make_trainer
 from femto_core.trainer import Trainer
+from femto_tools.testing import RandomTask, WorkerPool, make_trainer
 from tests.conftest import DropoutTask
 
 Values = dict[str, dict[str, Any]]
@@ -40,7 +40,7 @@ def checkpoint_of(folder: Path, step: int) -> Path:
 
 @attrs.frozen
 class Seen:
-    """All that a rank saw of a run."""
+    """One rank's record of a run."""
 
     infos: list[StepInfo]
     held_out: list[float]
@@ -55,7 +55,7 @@ class Seen:
 
 @attrs.frozen(eq=False)
 class RememberingTask(RandomTask):
-    """Random rows, and a record of those that were trained on."""
+    """Random rows, with a record of the rows that were trained on."""
 
     read: list[int] = attrs.field(factory=list)
 
@@ -77,7 +77,7 @@ class RememberingTask(RandomTask):
 
 
 class _Sizes:
-    """What the task asks of a config, as femto_core.testing.TINY has it."""
+    """The parts of a config that the task reads, as in femto_tools.testing.TINY."""
 
     class data:  # noqa: N801
         seq_len = 8
@@ -95,9 +95,9 @@ class RememberingDropout(DropoutTask, RememberingTask):
 
 
 def run(settings: Values, first: int, last: int, save_at: int | None = None, dropout: bool = True) -> Seen:
-    """Train from step `first` (where the checkpoint should have brought it) to `last`."""
+    """Train from step `first`, at which the checkpoint must resume, to `last`."""
     task = (RememberingDropout if dropout else RememberingTask)(rows=ROWS)
-    torch.manual_seed(dist.get_rank() + 1000 * (first + 1))  # a resumed process has thrown other dice by now
+    torch.manual_seed(dist.get_rank() + 1000 * (first + 1))  # a resumed process has another random state
     trainer = make_trainer(settings, (), {"random_task": task})
     assert trainer.step == first
     infos, held_out = [], []
@@ -120,15 +120,15 @@ def run(settings: Values, first: int, last: int, save_at: int | None = None, dro
 
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
-    found = {g.name: g.master.detach().clone() for g in trainer.groups}
-    for group in trainer.groups:
+    found = {g.name: g.master.detach().clone() for g in trainer.shares}
+    for group in trainer.shares:
         for key, value in trainer.optimizer.state[group.master].items():
             found[f"{key} of {group.name}"] = torch.as_tensor(value).clone()
     return found
 
 
 def attempt(settings: Values) -> str:
-    """Say at which step a run would go on, or why it will not."""
+    """Return the step at which a run resumes, or the error sentence."""
     try:
         trainer = make_trainer(settings)
     except UserError as error:
@@ -138,7 +138,7 @@ def attempt(settings: Values) -> str:
 
 
 def refusal(pool: WorkerPool, settings: Values, size: int = 2) -> str:
-    """What all ranks say: one sentence, and all the same, so that none goes on alone."""
+    """The error sentence, equal on all ranks, so that no rank resumes alone."""
     answers = pool.run(size, attempt, settings, timeout_s=60)
     assert not any(answer.startswith("resumed") for answer in answers), answers
     assert len(set(answers)) == 1, answers

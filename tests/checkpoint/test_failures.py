@@ -1,4 +1,4 @@
-"""Disks that are full, ranks that die or never answer, signals, locks: one sentence each, and nothing lost."""
+"""Full disks, ranks that die or do not answer, signals, locks: one sentence each, and no checkpoint lost."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ import torch
 
 from femto_checkpoint import store as stores
 from femto_checkpoint import writer as writers
-from femto_core import build
+from femto_core import run_folder
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
-from femto_core.testing import RandomTask, WorkerPool, make_trainer
+from femto_tools.testing import RandomTask, WorkerPool, make_trainer
 from tests.checkpoint.runs import Values, attempt, checkpoint_of, refusal, train_until, values
 from tests.cli.commands import TINY_FLAGS, femto, install_plugin
 
@@ -32,7 +32,7 @@ Break = Callable[[int], Callable[[], None]]
 
 
 def break_and_save(settings: Values, harm: Break, seconds: float = 30.0) -> tuple[str, int]:
-    """Save step 1, do `harm` (which returns how to undo it), and save step 2: what is said, and what is left."""
+    """Save step 1, call `harm`, which returns its undo, and save step 2; return the error and the checkpoints left."""
     trainer = make_trainer(settings)
     trainer.train_step()
     trainer.save()
@@ -56,7 +56,7 @@ def break_and_save(settings: Values, harm: Break, seconds: float = 30.0) -> tupl
 
 
 def the_same_for_all(answers: list[tuple[str, int]]) -> str:
-    """What all ranks said, alike, having swept up what was half written."""
+    """The error sentence, equal on all ranks; no partial folder may be left."""
     assert len(set(answers)) == 1, answers
     said, left = answers[0]
     assert "\n" not in said
@@ -65,7 +65,7 @@ def the_same_for_all(answers: list[tuple[str, int]]) -> str:
 
 
 def limit_file_size(rank: int) -> Callable[[], None]:
-    """No file of rank 1 may grow beyond a few bytes; the kernel says so when it is written."""
+    """Limit the size of rank 1's files to a few bytes, so that the kernel refuses writes."""
     if not rank:
         return lambda: None
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -151,7 +151,7 @@ def save_says(folder: Path, reason: str) -> str:
         (fail_to_sync, "rank 1: [Errno 5] Input/output error"),
         (
             lose_sight_of_the_folder,
-            "rank 1: it does not see the folder that rank 0 made; run.dir must be one folder for all machines",
+            "rank 1: the folder that rank 0 made is not visible here; run.dir must be one folder for all machines",
         ),
     ],
     ids=["file too large", "disk error", "another machine's disk"],
@@ -169,7 +169,7 @@ def test_a_share_that_never_arrives_is_given_up_after_the_timeout(pool: WorkerPo
     settings = values(tmp_path, checkpoint={"timeout": 0.5})
     [zero, one] = pool.run(2, break_and_save, settings, never_answer)
     assert zero[0] == one[0] == save_says(tmp_path, "rank 1 has not written its share within 0.5 s")
-    time.sleep(3.0)  # it writes after all, and nobody minds
+    time.sleep(3.0)  # the late write ends, without effect
     assert pool.run(2, attempt, values(tmp_path, "auto")) == ["resumed at 1"] * 2
 
 
@@ -265,7 +265,7 @@ def test_a_full_disk_is_said_and_the_older_checkpoint_stays(pool: WorkerPool, sm
 
 
 def make_read_only(rank: int, folder: Path) -> Callable[[], None]:
-    """Mount `folder` onto itself, read-only: modes alone would not stop root."""
+    """Mount `folder` onto itself, read-only; file modes would not stop root."""
     if rank == 0:
         mount(["--bind", folder, folder])
         mount(["-o", "remount,ro,bind", folder])
@@ -316,7 +316,7 @@ def test_a_folder_that_is_no_checkpoint_is_neither_loaded_nor_overwritten(pool: 
     notes.write_text("mine")
     answers = pool.run(2, save_into, values(tmp_path, "auto"))
     assert set(answers) == {
-        f"checkpoint of step 1 cannot be written: {notes.parent} is there and is no checkpoint; move it away"
+        f"checkpoint of step 1 cannot be written: {notes.parent} exists and is not a checkpoint; move it away"
     }
     assert notes.read_text() == "mine"
 
@@ -325,13 +325,13 @@ def test_a_folder_that_is_no_checkpoint_is_neither_loaded_nor_overwritten(pool: 
 
 
 def hold(folder: Path, seconds: float) -> str:
-    """Rank 0 holds the lock of a run; then another trainer wants the same folder."""
+    """Rank 0 holds the lock of a run's folder; then another trainer opens the same folder."""
     first = make_trainer(values(folder))
-    right, build.LOCK_S = build.LOCK_S, seconds
+    right, run_folder.LOCK_S = run_folder.LOCK_S, seconds
     try:
         answer = attempt(values(folder, "auto"))
     finally:
-        build.LOCK_S = right
+        run_folder.LOCK_S = right
     first.close()
     assert attempt(values(folder, "auto")) == "resumed at 0", "the lock goes with the run"
     return answer
@@ -354,7 +354,7 @@ def test_a_stop_asked_of_one_rank_stops_all_after_the_step_with_a_checkpoint(
 
 
 class Stopper(RandomTask):
-    """Asks the trainer to stop, as the signal's handler does, in the middle of a step."""
+    """Asks the trainer to stop in the middle of a step, as the signal handler does."""
 
     trainer: Any = None
 
@@ -365,7 +365,7 @@ class Stopper(RandomTask):
     @hookimpl
     def femto_step_begin(self, step: int) -> None:
         if step == 3:
-            self.trainer.stop_requested = True
+            self.trainer.request_stop()
 
 
 def stop_at_three(settings: Values, rank: int) -> int:
@@ -388,7 +388,7 @@ def test_a_run_that_saves_nothing_says_so_when_it_is_stopped(
 SIGNALLED = """
 import os, signal
 from femto_core.hookspecs import hookimpl
-from femto_core.testing import RandomTask
+from femto_tools.testing import RandomTask
 
 task = RandomTask()
 
@@ -427,7 +427,7 @@ def test_a_signal_saves_and_leaves_with_0(tmp_path: Path) -> None:
         assert [job.result() for job in jobs] == [["latest", "step-2"]] * 2
 
 
-# A rank that is gone.
+# A dead rank.
 
 
 def die_while_writing(settings: Values) -> None:

@@ -1,4 +1,4 @@
-"""What one layout wrote any other reads: random cuts on one side, other random cuts on the other."""
+"""Any layout reads what any other wrote: random boxes are saved, and other random boxes are loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from femto_checkpoint.store import kept_fields
 from femto_core.checkpoint import RunState
 from femto_core.layout import Box, ParamLayout, boxes_of_range
 from femto_core.mesh import Mesh
-from femto_core.precision import ParamGroup
+from femto_core.precision import ParamShare
 
 AXES = ("tp", "dp", "cp")
 Cut = list[tuple[int, int]]
@@ -29,7 +29,7 @@ Cut = list[tuple[int, int]]
 
 @attrs.frozen
 class FakeMesh:
-    """A place in a mesh that does not exist: a layout asks for sizes and coordinates only."""
+    """A stand-in for a mesh: a layout asks for sizes and coordinates only."""
 
     sizes: dict[str, int]
     place: dict[str, int]
@@ -43,11 +43,11 @@ class FakeMesh:
 
 @attrs.frozen
 class Share:
-    """What one rank holds of one parameter."""
+    """One rank's share of one parameter."""
 
     layout: ParamLayout
     filling: int
-    """Elements of its master behind those it owns."""
+    """Number of padding elements at the master's end."""
     flattened: bool
 
 
@@ -65,7 +65,7 @@ class World:
 
 @st.composite
 def cuts(draw: st.DrawFn, length: int, parts: int) -> Cut:
-    """Cut a range into `parts`, some of them perhaps empty."""
+    """Cut a range into `parts` ranges, of which some may be empty."""
     edges = sorted(draw(st.lists(st.integers(0, length), min_size=parts - 1, max_size=parts - 1)))
     return list(zip([0, *edges], [*edges, length], strict=True))
 
@@ -108,8 +108,8 @@ def worlds(draw: st.DrawFn, shapes: Sequence[tuple[int, ...]]) -> World:
 def state_of(shares: Sequence[Share], optimizer: torch.optim.Optimizer, masters: list[nn.Parameter]) -> RunState:
     nothing: Any = None
     return RunState(
-        groups=[
-            ParamGroup(name=f"{n}", compute=master, master=master, layout=share.layout)
+        shares=[
+            ParamShare(name=f"{n}", compute=master, master=master, layout=share.layout)
             for n, (share, master) in enumerate(zip(shares, masters, strict=True))
         ],
         optimizer=optimizer,
@@ -133,14 +133,14 @@ def shaped(flat: torch.Tensor, share: Share) -> torch.Tensor:
 
 
 def build(shares: Sequence[Share], wholes: dict[str, torch.Tensor] | None, dtype: torch.dtype) -> RunState:
-    """Make a rank's state from global tensors; without any, of zeros, and with an optimizer that knows nothing yet."""
+    """Make a rank's state from global tensors; without them, of zeros, with an empty optimizer."""
     zeros = {share.layout.name: torch.zeros(share.layout.global_shape, dtype=dtype) for share in shares}
     masters = [
         nn.Parameter(shaped(owned_values((wholes or zeros)[share.layout.name], share), share)) for share in shares
     ]
     optimizer = torch.optim.AdamW(masters, lr=0.1)
     state = state_of(shares, optimizer, masters)
-    for group, share in zip(state.groups, shares, strict=True):
+    for group, share in zip(state.shares, shares, strict=True):
         if wholes is not None and group.trainable:
             whole = wholes[share.layout.name]
             optimizer.state[group.master] = {
@@ -197,7 +197,7 @@ def test_what_one_layout_wrote_any_other_reads(
         for _, shares in readers.ranks:
             state = build(shares, None, dtype)
             restore(state, checkpoint.read, kept_fields(checkpoint), checkpoint.index.scalars)
-            for group, share in zip(state.groups, shares, strict=True):
+            for group, share in zip(state.shares, shares, strict=True):
                 whole, count = wholes[group.layout.name], sum(box.numel for box in share.layout.owned())
                 assert torch.equal(group.master.flatten()[:count], owned_values(whole, share)[:count])
                 if not group.trainable or not whole.numel():
@@ -230,22 +230,22 @@ def test_frozen_parameters_have_no_optimizer_state_and_need_none() -> None:
     wholes = {"frozen": torch.ones(3), "b": torch.ones(2)}
 
     def freeze(state: RunState) -> RunState:
-        state.groups[0].master.requires_grad_(False)
-        state.optimizer.state.pop(state.groups[0].master, None)
+        state.shares[0].master.requires_grad_(False)
+        state.optimizer.state.pop(state.shares[0].master, None)
         return state
 
     mesh = World({}, []).mesh({})
     snapshot = take_snapshot(freeze(build(shares, wholes, torch.float32)), mesh, "f", copy=True)
     assert set(snapshot.index) == {f"{MASTER}/frozen", f"{MASTER}/b", "exp_avg/b", "exp_avg_sq/b"}
     boxed = {key.rpartition("#")[0]: value for key, value in snapshot.tensors.items()}
-    for thaw in (False, True):  # a parameter that is trained from now on begins like a new one
+    for thaw in (False, True):  # a parameter that was frozen begins without optimizer state
         state = build(shares, None, torch.float32)
         state = state if thaw else freeze(state)
         fields = {"b": {"exp_avg", "exp_avg_sq", "step"}}
         restore(state, lambda name, box: boxed[name][box.slices()], fields, snapshot.scalars)
-        assert torch.equal(state.groups[0].master, torch.ones(3))
-        assert state.groups[0].master not in state.optimizer.state
-        assert state.groups[1].master in state.optimizer.state
+        assert torch.equal(state.shares[0].master, torch.ones(3))
+        assert state.shares[0].master not in state.optimizer.state
+        assert state.shares[1].master in state.optimizer.state
 
 
 def test_a_layout_that_leaves_a_gap_is_found_before_anything_is_committed() -> None:
@@ -253,7 +253,7 @@ def test_a_layout_that_leaves_a_gap_is_found_before_anything_is_committed() -> N
     share = Share(layout, 0, True)
     mesh = World({}, []).mesh({})
     snapshot = take_snapshot(build([share], {"w": torch.ones(4)}, torch.float32), mesh, "f", copy=True)
-    with pytest.raises(ValueError, match="do not make up its shape: 3 values of 4"):
+    with pytest.raises(ValueError, match="do not add up to its shape: 3 values of 4"):
         merge([snapshot.index])
     with pytest.raises(ValueError, match="6 values of 4"):
         merge([snapshot.index, snapshot.index])
@@ -274,7 +274,7 @@ def test_ranks_that_disagree_are_found_before_anything_is_committed() -> None:
 def test_what_an_optimizer_keeps_that_is_no_part_of_a_parameter_is_refused_at_the_first_save() -> None:
     share = Share(ParamLayout.whole("w", (4, 2), ()), 0, False)
     state = build([share], {"w": torch.ones(4, 2)}, torch.float32)
-    state.optimizer.state[state.groups[0].master]["row_factors"] = torch.ones(4)
+    state.optimizer.state[state.shares[0].master]["row_factors"] = torch.ones(4)
     with pytest.raises(TypeError, match=r"keeps row_factors of shape \(4,\) for w"):
         take_snapshot(state, World({}, []).mesh({}), "f", copy=True)
 

@@ -1,4 +1,4 @@
-"""Killed at any moment: the newest complete checkpoint loads, and the end is that of the uninterrupted run."""
+"""Killed at any moment, a run resumes from its newest complete checkpoint and ends like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Killing:
 
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory: pytest.TempPathFactory) -> Killing:
-    """It mostly waits for a lock, and so runs beside the other test."""
+    """This process mostly waits for a lock, so it may run beside the other test."""
     return Killing(str(tmp_path_factory.mktemp("workers") / "r"), "workers")
 
 

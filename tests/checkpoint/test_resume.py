@@ -1,4 +1,4 @@
-"""A run that was cut short and gone on with is the run that was not: bit for bit, or within parity elsewhere."""
+"""A resumed run equals the uninterrupted run: bit for bit, or within 1e-9 under another layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
-from femto_core.testing import RandomTask, WorkerPool, make_trainer
+from femto_tools.testing import RandomTask, WorkerPool, make_trainer
 from tests.checkpoint.runs import ROWS, Seen, Values, checkpoint_of, run, train_until, values
 
 
@@ -43,7 +43,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     data: Values = {"data": {"remainder": remainder}}
     straight = whole_runs[remainder]
     saving = values(tmp_path, **data, checkpoint={"wait": wait})
-    pool.run(2, run, saving, 0, min(7, stop + 1), stop)  # it goes on for a step, which is then lost
+    pool.run(2, run, saving, 0, min(7, stop + 1), stop)  # one more step after the save is lost
     resumed = pool.run(2, run, values(tmp_path, "auto", **data), stop, 7)
     for one, other in zip(straight, resumed, strict=True):
         assert other.infos == one.infos[stop:]
@@ -94,7 +94,7 @@ def steps_of(ranks: list[Seen]) -> list[list[int]]:
 def cut_short(
     request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Seen]]:
-    """A run of so many ranks that stopped after three steps: its folder, and what it saw."""
+    """A run of 1, 2 or 4 ranks that stopped after three steps: its folder, and the ranks' records."""
     folder: Path = tmp_path_factory.mktemp("cut-short")
     return folder, pool.run(request.param, run, values(folder), 0, 3, 3, False)
 
@@ -133,18 +133,18 @@ def test_saving_changes_nothing_of_the_run_that_saves(
 def save_and_scribble(settings: Values) -> None:
     trainer = make_trainer(settings)
     trainer.train_step()
-    kept = {g.name: g.master.detach().clone() for g in trainer.groups}
+    kept = {g.name: g.master.detach().clone() for g in trainer.shares}
     trainer.save()
     with torch.no_grad():
-        for group in trainer.groups:
+        for group in trainer.shares:
             group.master.fill_(7.0)  # at once, while the file is being written
             for value in trainer.optimizer.state[group.master].values():
                 value.fill_(9.0)
     trainer.checkpointer.wait()
     trainer.close()
     again = make_trainer({**settings, "checkpoint": {"resume": "auto"}})
-    assert all(torch.equal(g.master, kept[g.name]) for g in again.groups)
-    steps = {float(again.optimizer.state[g.master]["step"]) for g in again.groups}
+    assert all(torch.equal(g.master, kept[g.name]) for g in again.shares)
+    steps = {float(again.optimizer.state[g.master]["step"]) for g in again.shares}
     assert steps == {1.0}
     again.close()
 
@@ -187,7 +187,7 @@ def test_the_newest_are_kept_and_the_milestones(
     assert pool.run(1, train_to_the_end, settings)[0] == ["latest", *(f"step-{step}" for step in kept)]
 
 
-# Going on from an older one.
+# Resuming from an older checkpoint.
 
 
 def latest_step(settings: Values) -> int:
@@ -219,10 +219,10 @@ def test_a_stale_checkpoint_never_crowds_out_a_new_one(pool: WorkerPool, tmp_pat
 def take_weights(settings: Values, path: str) -> tuple[int, int, dict[str, torch.Tensor], int, dict[str, torch.Tensor]]:
     changed = {**settings, "checkpoint": {"resume": path, "weights_only": True}}
     trainer = make_trainer(changed, (), {"random_task": RandomTask(rows=40)})
-    weights = {g.name: g.compute.detach().clone() for g in trainer.groups}
+    weights = {g.name: g.compute.detach().clone() for g in trainer.shares}
     state, step, tokens = len(trainer.optimizer.state), trainer.step, trainer.tokens_seen
     trainer.train_step()
-    after = {g.name: g.compute.detach().clone() for g in trainer.groups}
+    after = {g.name: g.compute.detach().clone() for g in trainer.shares}
     trainer.close()
     return step, tokens, weights, state, after
 
@@ -241,7 +241,7 @@ def test_weights_only_is_a_new_run_from_old_weights_on_other_data(pool: WorkerPo
 def single_precision_weights(settings: Values, path: str) -> list[torch.dtype]:
     trainer = make_trainer({**settings, "checkpoint": {"resume": path, "weights_only": True}})
     trainer.close()
-    return list({g.master.dtype for g in trainer.groups})
+    return list({g.master.dtype for g in trainer.shares})
 
 
 def test_weights_only_takes_another_dtype_as_well(pool: WorkerPool, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def keep_a_diary(settings: Values, pages: int) -> tuple[int, float] | str:
         trainer.train_step()
         task.diary.average.fill_(2.5)
         trainer.save()
-        task.diary.average.fill_(-1.0)  # what happens after the call is not in the file
+        task.diary.average.fill_(-1.0)  # changes after the call are not saved
         trainer.checkpointer.wait()
     trainer.close()
     return task.diary.pages, float(task.diary.average[0])

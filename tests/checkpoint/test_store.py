@@ -1,4 +1,4 @@
-"""Incomplete, damaged and foreign checkpoints are refused by all ranks alike; broken saves leave the older one."""
+"""Incomplete, damaged and foreign checkpoints are refused on all ranks; a broken save keeps the older checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from femto_checkpoint import writer as writers
 from femto_checkpoint.folder import committed, complete_checkpoints, latest_checkpoint, record, rotate, sweep
 from femto_checkpoint.index import FORMAT, INDEX, read_index, write_index
 from femto_core.errors import UserError
-from femto_core.testing import WorkerPool, make_trainer
+from femto_tools.testing import WorkerPool, make_trainer
 from tests.checkpoint.runs import attempt, checkpoint_of, refusal, train_until, values
 
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_a_share_of_each_rank_the_model_and_an_index(good: Path)
     assert parts["rng"]["cpu"].dtype == torch.uint8
 
 
-# Damages.
+# Damage.
 
 
 def truncate(file: Path) -> None:
@@ -91,7 +91,7 @@ def flip(place: float) -> Callable[[Path], None]:
 
 
 def swap(file: Path) -> None:
-    """Put another rank's file in its place."""
+    """Replace a rank's file by another rank's."""
     shutil.copy(file.with_name(file.name.replace("00001", "00000")), file)
 
 
@@ -108,7 +108,7 @@ DAMAGES: list[Callable[[Path], None]] = [Path.unlink, truncate, empty, longer, r
 
 
 def damages_of(copy: Path, file: str, damages: list[Callable[[Path], None]]) -> Iterator[str]:
-    """Damage `file` in each way in turn, and mend it after."""
+    """Damage `file` in each way in turn, and restore it."""
     path = checkpoint_of(copy, 2) / file
     before = path.read_bytes()
     for damage in damages:
@@ -148,26 +148,26 @@ def test_a_changed_number_in_the_index_is_noticed_too(pool: WorkerPool, copy: Pa
     raw = json.loads(index.read_text())
     raw["scalars"]["step/model.norm.weight"]["value"] += 1
     index.write_text(json.dumps(raw))
-    assert "its checksum is not the one" in refusal(pool, values(copy, "auto"))
+    assert "its checksum differs from the saved one" in refusal(pool, values(copy, "auto"))
 
 
 def test_a_refusal_names_an_earlier_checkpoint_where_there_is_one(pool: WorkerPool, copy: Path) -> None:
     pool.run(2, train_until, values(copy, "auto"), 3)
     truncate(checkpoint_of(copy, 3) / "rank-00000.safetensors")
     answer = refusal(pool, values(copy, "auto"))
-    assert answer.endswith(f"an earlier one can be named with --checkpoint.resume {checkpoint_of(copy, 2)}")
+    assert answer.endswith(f"to resume an earlier checkpoint, set --checkpoint.resume {checkpoint_of(copy, 2)}")
     assert pool.run(2, attempt, values(copy, str(checkpoint_of(copy, 2)))) == ["resumed at 2"] * 2
 
 
 class Evil:
-    """What a stranger's pickle can do."""
+    """A pickle that runs code when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (os.environ.get("EVIL", "/nonexistent/evil"),)
 
 
 def load_forged(path: Path) -> str:
-    """Load parts whose checksum is right, since the stranger wrote the index too."""
+    """Load malicious parts whose checksum in the index is right."""
     evil = path.parent / "evil"
     os.environ["EVIL"] = str(evil)
     file = path / "rank-00000.pt"
@@ -279,7 +279,7 @@ def test_a_run_over_old_checkpoints_is_refused_unless_it_resumes(pool: WorkerPoo
     assert "holds an earlier run" in refusal(pool, values(copy, "none"))
 
 
-# Which one is the latest.
+# Which checkpoint is the latest.
 
 
 def make(folder: Path, name: str, *, complete: bool = True) -> Path:
@@ -309,7 +309,7 @@ def test_the_record_decides_and_a_damaged_one_is_no_obstacle(tmp_path: Path) -> 
     for step in (2, 4, 6):
         make(tmp_path, f"step-{step}")
         record(tmp_path, f"step-{step}")
-    record(tmp_path, "step-4")  # saved anew after going back to 2
+    record(tmp_path, "step-4")  # saved again after a resume from step 2
     assert latest_checkpoint(tmp_path) == tmp_path / "step-4"
     assert [path.name for path in committed(tmp_path)] == ["step-2", "step-6", "step-4"]
     shutil.rmtree(tmp_path / "step-4")
@@ -359,7 +359,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "the index": (writers, "write_index"),
     "the name": (Path, "rename"),
     "the record": (writers, "record"),
-    "a pointer": (Path, "replace"),
+    "an atomic write": (os, "replace"),
     "rotation": (writers, "rotate"),
     "removal": (shutil, "rmtree"),
 }
@@ -370,7 +370,7 @@ def save_and_break(settings: dict[str, dict[str, Any]], place: str, call: int, a
     trainer = make_trainer(settings)
     trainer.train_step()
     if again:
-        trainer.step = 2  # the same step once more
+        trainer.step = 2  # save the same step again
     owner, name = PLACES[place]
     right, calls = getattr(owner, name), 0
 
@@ -406,9 +406,9 @@ def save_and_break(settings: dict[str, dict[str, Any]], place: str, call: int, a
         ("the name", 1, False),
         ("the name", 1, True),
         ("the name", 2, True),
-        ("a pointer", 1, False),
-        ("a pointer", 2, False),
-        ("a pointer", 3, True),
+        ("an atomic write", 1, False),
+        ("an atomic write", 2, False),
+        ("an atomic write", 3, True),
         ("the record", 1, False),
         ("the record", 1, True),
         ("rotation", 1, False),
@@ -425,17 +425,17 @@ def test_a_save_broken_anywhere_leaves_a_checkpoint_to_resume_from(
     assert outcome == "interrupted", "the place is passed"
     [answer] = pool.run(1, attempt, values(copy, "auto"))
     assert answer in ("resumed at 2", "resumed at 3")
-    pool.run(1, train_until, values(copy, "auto"), 4)  # and later saves work, and clear up
+    pool.run(1, train_until, values(copy, "auto"), 4)  # later saves work, and remove the leftovers
     assert pool.run(1, attempt, values(copy, "auto")) == ["resumed at 4"]
     assert not list((copy / "test" / "checkpoints").glob(".*"))
 
 
 def record_calls(settings: dict[str, dict[str, Any]]) -> list[str]:
-    """Save, and return the order in which things were made durable and given their names."""
+    """Save, and return the order of syncs and renames."""
     trainer = make_trainer(settings)
     trainer.train_step()
     seen: list[str] = []
-    fsync, rename, replace_ = os.fsync, Path.rename, Path.replace
+    fsync, rename, replace = os.fsync, os.rename, os.replace
 
     def name(path: str) -> str:
         return path.partition("/checkpoints")[2].lstrip("/").replace(str(trainer.step), "N")
@@ -444,22 +444,21 @@ def record_calls(settings: dict[str, dict[str, Any]]) -> list[str]:
         seen.append("sync " + name(os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
-    def logged_rename(self: Path, target: Path) -> Path:
+    def logged_rename(source: Path, target: Path) -> None:
         seen.append(f"name {name(str(target))}")
-        return rename(self, target)
+        rename(source, target)
 
-    def logged_replace(self: Path, target: Path) -> Path:
+    def logged_replace(source: Path, target: Path) -> None:
         seen.append(f"name {name(str(target))}")
-        return replace_(self, target)
+        replace(source, target)
 
     system: Any = os
-    change: Any = Path
-    system.fsync, change.rename, change.replace = logged_fsync, logged_rename, logged_replace
+    system.fsync, system.rename, system.replace = logged_fsync, logged_rename, logged_replace
     try:
         trainer.save()
         trainer.checkpointer.wait()
     finally:
-        system.fsync, change.rename, change.replace = fsync, rename, replace_
+        system.fsync, system.rename, system.replace = fsync, rename, replace
     trainer.close()
     files = [
         f"{p.relative_to(trainer.run_dir / 'checkpoints' / 'step-1')}"

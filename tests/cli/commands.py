@@ -21,7 +21,7 @@ TINY_FLAGS = (
 )
 TIMEOUT_S = 180
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["femto_core.testing", "transformers.models.llama.modeling_llama"])
+_context.set_forkserver_preload(["femto_tools.testing", "transformers.models.llama.modeling_llama"])
 
 
 @attrs.frozen
@@ -112,12 +112,15 @@ def _run(words: list[str], cwd: str, env: dict[str, str], out: str, err: str, bu
     main(words)
 
 
-def install_plugin(site: Path, name: str, source: str) -> dict[str, str]:
-    """Write a plugin and its metadata into `site` as pip would; return the environment in which it is installed."""
+def install_plugin(site: Path, name: str, source: str, cls: str = "") -> dict[str, str]:
+    """Write a plugin and its metadata into `site` as pip would; return the environment in which it is installed.
+
+    The plugin is the module itself, or its class `cls`.
+    """
     module = f"plugin_{name}"
     info = site / f"{module}-1.0.dist-info"
-    info.mkdir(parents=True)
+    info.mkdir(parents=True, exist_ok=True)
     (site / f"{module}.py").write_text(source)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[femto.plugins]\n{name} = {module}\n")
-    return {"PYTHONPATH": str(site)}
+    (info / "entry_points.txt").write_text(f"[femto.plugins]\n{name} = {module}{cls and f':{cls}'}\n")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))}

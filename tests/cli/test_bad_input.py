@@ -36,7 +36,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "seq_len differs": (["--data.seq-len", "32"], "femto preprocess --seq-len 32"),
     "vocabulary too small": (["--model.vocab-size", "40"], "the model has only 40"),
     "checkpoint missing": (["--checkpoint.resume", "nowhere"], "checkpoint.resume = 'nowhere'"),
-    "seat empty": (["--plugins", "no:defaults"], "nobody sits in femto_collator"),
+    "seat empty": (["--plugins", "no:defaults"], "nobody takes the seat femto_"),
 }
 
 

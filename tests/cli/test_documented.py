@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.__main__ import options
 from femto_core.cli import run_command
-from femto_core.config import read_toml
 from femto_core.errors import UserError
+from femto_core.toml_file import read_toml
 from tests.cli.commands import install_plugin
 from tests.cli.documented import DOCUMENTS, ROOT, commands_in, execute
 from tests.sft.making import make_tokenizer
@@ -103,7 +103,7 @@ def run_documented(words: Sequence[str], folder: Path, dataset: Path) -> None:
         assert importlib.util.find_spec(rest[rest.index("-m") + 1])
         assert all((ROOT / word).exists() for word in rest if word.endswith(".py"))
     else:
-        assert words == ["torchrun", "--max-restarts", "1"], "nothing executes this"
+        assert words[:2] == ["torchrun", "--max-restarts"], "nothing executes this"
 
 
 def train_or_command(words: Sequence[str], folder: Path, dataset: Path) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from femto_core.build import make_run_dir
-from femto_core.config import Config, make_config, read_toml
+from femto_core.config import Config, make_config
 from femto_core.errors import UserError
 from femto_core.plugins import hook_names
+from femto_core.run_folder import make_run_folder
 from femto_core.sections import CheckpointSection, RunSection
+from femto_core.toml_file import read_toml
 from tests.cli.commands import TINY_FLAGS, femto, forked, install_plugin, world
 
 
@@ -133,11 +134,11 @@ def test_only_what_goes_on_with_an_earlier_run_may_write_to_its_folder(
     alone: Any = SimpleNamespace(rank=0, from_first=lambda value: value)
     if refused:
         with pytest.raises(UserError, match="holds an earlier run"):
-            make_run_dir(config, alone)
+            make_run_folder(config, alone)
     else:
-        make_run_dir(config, alone)[1].release()
+        make_run_folder(config, alone)[1].release()
     fresh: Any = SimpleNamespace(run=RunSection(name="new"), checkpoint=section)
-    make_run_dir(fresh, alone)[1].release()
+    make_run_folder(fresh, alone)[1].release()
 
 
 def test_hooks_are_called_in_the_order_of_the_specification(dataset: Path, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_hooks_are_called_in_the_order_of_the_specification(dataset: Path, tmp_p
 def test_runs_without_a_name_that_begin_in_one_second_keep_apart(tmp_path: Path) -> None:
     config: Any = SimpleNamespace(run=RunSection(dir=str(tmp_path / "runs")), checkpoint=CheckpointSection())
     alone: Any = SimpleNamespace(rank=0, from_first=lambda value: value)
-    made = [make_run_dir(config, alone) for _ in range(4)]
+    made = [make_run_folder(config, alone) for _ in range(4)]
     assert len({folder for folder, _ in made}) == 4
     assert all(folder.is_dir() for folder, _ in made)
     for _, lock in made:

@@ -1,4 +1,4 @@
-"""Packing, buckets and the collector: every element in one place, every gradient once, every bucket in its turn."""
+"""Flat layouts, buckets, the collector: every element in one place, every gradient once, every bucket in its turn."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import backward
 
-from femto_core.buckets import ALIGNMENT, Bucket, GradientCollector, Packing
+from femto_core.buckets import ALIGNMENT, Bucket, FlatLayout, GradientCollector
 
 SIZES = st.lists(st.integers(0, 100), max_size=12)
 SHARES = st.integers(1, 9)
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
-# Packing.
+# FlatLayout.
 
 
 @given(SIZES, SHARES)
+@settings(deadline=None)
 def test_every_element_of_every_tensor_is_owned_by_exactly_one_share(sizes: list[int], shares: int) -> None:
-    packing = Packing(tuple(sizes), shares)
-    owned = [packing.owned(share) for share in range(shares)]
+    flat_layout = FlatLayout(tuple(sizes), shares)
+    owned = [flat_layout.owned(share) for share in range(shares)]
     for number, size in enumerate(sizes):
         counts = [0] * size
         for ranges in owned:
@@ -37,42 +38,45 @@ def test_every_element_of_every_tensor_is_owned_by_exactly_one_share(sizes: list
 
 
 @given(SIZES, SHARES)
+@settings(deadline=None)
 def test_a_share_holds_just_the_elements_that_it_owns(sizes: list[int], shares: int) -> None:
-    packing = Packing(tuple(sizes), shares)
-    vector = torch.arange(packing.numel)
-    tensors = packing.cut(vector)
+    flat_layout = FlatLayout(tuple(sizes), shares)
+    vector = torch.arange(flat_layout.numel)
+    tensors = flat_layout.cut(vector)
     assert [t.numel() for t in tensors] == sizes
-    length = packing.share_numel
+    length = flat_layout.share_numel
     for share in range(shares):
         part = vector[share * length : (share + 1) * length]
         for tensor, (first, last), mine in zip(
-            tensors, packing.owned(share), packing.cut_share(part, share), strict=True
+            tensors, flat_layout.owned(share), flat_layout.cut_share(part, share), strict=True
         ):
             assert torch.equal(mine, tensor[first:last])
 
 
 @given(SIZES, SHARES)
+@settings(deadline=None)
 def test_shares_are_equal_aligned_and_hardly_longer_than_the_tensors(sizes: list[int], shares: int) -> None:
-    packing = Packing(tuple(sizes), shares)
-    assert packing.numel == shares * packing.share_numel
-    assert packing.share_numel % ALIGNMENT == 0
-    assert all(start % ALIGNMENT == 0 for start in packing.starts)
-    places = zip(packing.starts, sizes, strict=True)
+    flat_layout = FlatLayout(tuple(sizes), shares)
+    assert flat_layout.numel == shares * flat_layout.share_numel
+    assert flat_layout.share_numel % ALIGNMENT == 0
+    assert all(start % ALIGNMENT == 0 for start in flat_layout.starts)
+    places = zip(flat_layout.starts, sizes, strict=True)
     ends = [0, *(start + size for start, size in places)]
-    assert all(end <= start for end, start in zip(ends, packing.starts, strict=False)), "no two tensors overlap"
-    assert ends[-1] <= packing.numel
-    assert packing.numel < sum(sizes) + ALIGNMENT * (len(sizes) + shares)
+    assert all(end <= start for end, start in zip(ends, flat_layout.starts, strict=False)), "no two tensors overlap"
+    assert ends[-1] <= flat_layout.numel
+    assert flat_layout.numel < sum(sizes) + ALIGNMENT * (len(sizes) + shares)
 
 
 @given(SIZES, SHARES)
+@settings(deadline=None)
 def test_what_is_cut_are_views_and_what_is_written_to_them_stays_apart(sizes: list[int], shares: int) -> None:
-    packing = Packing(tuple(sizes), shares)
-    vector = torch.full((packing.numel,), -1.0)
-    for number, tensor in enumerate(packing.cut(vector)):
+    flat_layout = FlatLayout(tuple(sizes), shares)
+    vector = torch.full((flat_layout.numel,), -1.0)
+    for number, tensor in enumerate(flat_layout.cut(vector)):
         tensor.fill_(number)
-    for number, tensor in enumerate(packing.cut(vector)):
+    for number, tensor in enumerate(flat_layout.cut(vector)):
         assert bool((tensor == number).all())
-    assert int((vector == -1).sum()) == packing.numel - sum(sizes)
+    assert int((vector == -1).sum()) == flat_layout.numel - sum(sizes)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +92,8 @@ def test_what_is_cut_are_views_and_what_is_written_to_them_stays_apart(sizes: li
     ids=str,
 )
 def test_cases_that_broke_others(sizes: tuple[int, ...], shares: int, owners: list[Any]) -> None:
-    packing = Packing(sizes, shares)
-    assert [packing.owned(share) for share in range(shares)] == owners
+    flat_layout = FlatLayout(sizes, shares)
+    assert [flat_layout.owned(share) for share in range(shares)] == owners
 
 
 # Bucket.
@@ -131,7 +135,7 @@ def test_a_bucket_that_was_handed_over_or_released_begins_anew() -> None:
         for parameter in members:
             set_grad(parameter, 7.0)
             bucket.collect(parameter, more_to_come=False)
-        assert all(bool((part == 7).all()) for part in bucket.packing.cut(bucket.flat))
+        assert all(bool((part == 7).all()) for part in bucket.flat_layout.cut(bucket.flat))
         finish()
         for parameter in members:
             parameter.grad = None

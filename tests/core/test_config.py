@@ -14,12 +14,15 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from femto_core.cli import read_run, run_command
-from femto_core.config import Config, config_class, flag_types, make_config, parse_flags, read_toml
+from femto_core.cli import run_command
+from femto_core.commands import Command
+from femto_core.config import Config, config_class, make_config, setting_kinds
 from femto_core.errors import UserError
+from femto_core.flags import read_flags
 from femto_core.hookspecs import hookimpl
 from femto_core.plugins import activate
 from femto_core.sections import OptimSection, TrainSection, positive
+from femto_core.toml_file import read_toml
 
 
 @attrs.frozen(kw_only=True)
@@ -36,8 +39,16 @@ class Zap:
     """Which."""
     limit: int | None = None
     """At most; none: no limit."""
+    names: tuple[str, ...] = ("a", "b", "c")
+    """What they are called."""
 
 
+@attrs.frozen
+class NoOptions:
+    """Train."""
+
+
+TRAIN = Command("train", "", NoOptions, lambda options: 0, takes_run=True)
 FULL = config_class({"zap": Zap})
 
 
@@ -45,7 +56,7 @@ def read(folder: Path, toml: str = "", *flags: str, cls: type[Config] = FULL) ->
     """The config of a run started as `femto train RUN.toml FLAGS`."""
     path = folder / "run.toml"
     path.write_text(toml, encoding="utf-8")
-    return make_config(cls, read_toml(path), parse_flags(flags, cls), str(path))
+    return make_config(cls, read_toml(path), read_flags(TRAIN, flags, setting_kinds(cls)), str(path))
 
 
 def refusal(folder: Path, toml: str = "", *flags: str, cls: type[Config] = FULL) -> str:
@@ -80,9 +91,9 @@ def test_the_last_of_two_equal_flags_wins(tmp_path: Path) -> None:
 
 
 def test_lists_are_replaced_and_not_joined(tmp_path: Path) -> None:
-    toml = "[sample]\nprompts = ['a', 'b']"
-    assert read(tmp_path, toml).sample.prompts == ("a", "b")
-    assert read(tmp_path, toml, "--sample.prompts", "c").sample.prompts == ("c",)
+    toml = "[zap]\nnames = ['a', 'b']"
+    assert read(tmp_path, toml).section(Zap).names == ("a", "b")
+    assert read(tmp_path, toml, "--zap.names", "c").section(Zap).names == ("c",)
 
 
 def test_a_config_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None:
@@ -119,9 +130,9 @@ def test_a_config_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None
         ("--run.name=", "run.name", ""),
         ("--model.family qwen3", "model.family", "qwen3"),
         ("--optim.betas 0.8 1e-1", "optim.betas", (0.8, 0.1)),
-        ("--sample.prompts", "sample.prompts", ()),
-        ("--sample.prompts 1 true", "sample.prompts", ("1", "true")),
-        ("--sample.prompts=a", "sample.prompts", ("a",)),
+        ("--zap.names", "zap.names", ()),
+        ("--zap.names 1 true", "zap.names", ("1", "true")),
+        ("--zap.names=a", "zap.names", ("a",)),
         ("--zap.shift -3", "zap.shift", -3),
         ("--zap.shift=-3", "zap.shift", -3),
         ("--zap.weights -1 -2.5e-1 --zap.size 2", "zap.weights", (-1.0, -0.25)),
@@ -147,7 +158,7 @@ def test_a_flag_gives_its_setting_exactly_this_value_and_type(
         ("optim = {lr = 2.0}", "optim.lr", 2.0),
         ("[run]\nname = ''", "run.name", ""),
         ("[data]\nshuffle = false", "data.shuffle", False),
-        ("[sample]\nprompts = []", "sample.prompts", ()),
+        ("[zap]\nnames = []", "zap.names", ()),
         ("[optim]\nbetas = [0, 0.5]", "optim.betas", (0.0, 0.5)),
         ("[zap]\nstage = 2", "zap.stage", 2),
         ("[zap]\nshift = -2", "zap.shift", -2),
@@ -194,8 +205,8 @@ ALL = "(femto train --help lists all)"
         ("[data]\nshuffle = 'true'", "data.shuffle = 'true' (FILE, line 2): must be true or false"),
         ("[run]\nname = 5", "run.name = 5 (FILE, line 2): must be text"),
         ("[run]\nname = true", "run.name = True (FILE, line 2): must be text"),
-        ("[sample]\nprompts = 'def '", "sample.prompts = 'def ' (FILE, line 2): must be a list"),
-        ("[sample]\nprompts = ['a', 1]", "sample.prompts = ['a', 1] (FILE, line 2): must be text"),
+        ("[zap]\nnames = 'def '", "zap.names = 'def ' (FILE, line 2): must be a list"),
+        ("[zap]\nnames = ['a', 1]", "zap.names = ['a', 1] (FILE, line 2): must be text"),
         ("[optim]\nbetas = 0.9", "optim.betas = 0.9 (FILE, line 2): must be a list"),
         ("[optim]\nbetas = [0.9]", "optim.betas = [0.9] (FILE, line 2): must be 2 values"),
         ("[optim]\nbetas = [1, 1, 1]", "optim.betas = [1, 1, 1] (FILE, line 2): must be 2 values"),
@@ -367,15 +378,21 @@ def install(monkeypatch: pytest.MonkeyPatch, **objects: object) -> None:
 
 def test_of_two_plugins_defaults_those_of_the_later_win(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, one=Careful(1.0), other=Careful(2.0))
-    config, _ = read_run("train", ["--optim.warmup", "3"], "")
-    assert (config.optim.lr, config.optim.warmup) == (2.0, 3)
-    assert read_run("train", ["--optim.lr", "5"], "")[0].optim.lr == 5
+    seen: list[Config] = []
+
+    def train(options: object, config: Config, plugins: object) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr("femto_core.cli.train", train)
+    assert run_command(["--optim.warmup", "3"]) == 0
+    assert run_command(["--optim.lr", "5"]) == 0
+    assert [(config.optim.lr, config.optim.warmup) for config in seen] == [(2.0, 3), (5.0, 20)]
 
 
 def test_help_shows_a_plugins_defaults(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     install(monkeypatch, one=Careful(0.125))
-    with pytest.raises(SystemExit):
-        read_run("train", ["--help"], "")
+    assert run_command(["train", "--help"]) == 0
     assert "0.125" in capsys.readouterr().out
 
 
@@ -417,11 +434,9 @@ def test_help_lists_every_flag_that_the_reader_knows(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("FEMTO_PLUGINS", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        run_command(["train", "--help"])
-    assert ended.value.code == 0
+    assert run_command(["train", "--help"]) == 0
     shown = capsys.readouterr().out
-    flags = ["--" + name.replace("_", "-") for name in flag_types(config_class({}))]
+    flags = ["--" + name.replace("_", "-") for name in setting_kinds(config_class({}))]
     assert len(flags) > 40
     assert [flag for flag in flags if f"{flag} " not in shown and f"{flag}," not in shown] == []
 
@@ -447,7 +462,7 @@ floats = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_na
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=texts,
-    prompts=st.lists(texts).map(tuple),
+    names=st.lists(texts).map(tuple),
     plugins=st.lists(texts).map(tuple),
     lr=floats,
     seed=st.integers(min_value=0, max_value=2**63 - 1),
@@ -460,7 +475,7 @@ floats = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_na
 def test_any_config_reads_back_equal_from_its_file(
     tmp_path: Path,
     name: str,
-    prompts: tuple[str, ...],
+    names: tuple[str, ...],
     plugins: tuple[str, ...],
     lr: float,
     seed: int,
@@ -473,13 +488,12 @@ def test_any_config_reads_back_equal_from_its_file(
     tree = {
         "plugins": plugins,
         "run": {"name": name},
-        "sample": {"prompts": prompts},
         "optim": {"lr": lr},
         "train": {"seed": seed},
         "data": {"shuffle": shuffle},
         "model": {"family": family},
-        "zap": {"shift": shift, "weights": weights, **({} if limit is None else {"limit": limit})},
+        "zap": {"shift": shift, "names": names, "weights": weights, **({} if limit is None else {"limit": limit})},
     }
     config = make_config(FULL, tree, {})
-    assert config.section(Zap) == Zap(shift=shift, weights=weights, limit=limit)
+    assert config.section(Zap) == Zap(shift=shift, weights=weights, limit=limit, names=names)
     assert round_trip(config, tmp_path / "config.toml") == config

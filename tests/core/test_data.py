@@ -16,13 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from femto_core.batch import IGNORE_INDEX, Batch
-from femto_core.data import PAD, DistributedDataLoader, DistributedSampler, evaluation_batches, next_token_collator
+from femto_core.data import DistributedDataLoader, evaluation_batches, next_token_collator
 from femto_core.errors import UserError
-from femto_core.testing import RandomTask, WorkerPool, make_trainer
+from femto_core.sampler import PAD, DistributedSampler
+from femto_tools.testing import RandomTask, WorkerPool, make_trainer
 
 # A loader's processes are forked, and newer Pythons warn about that wherever there are threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 Remainder = Literal["drop", "pad"]
+OWN = ("input_ids", "targets", "position_ids")
+"""The model's own tensors of a batch."""
 
 
 def sampler(**changes: Any) -> DistributedSampler:
@@ -30,8 +33,8 @@ def sampler(**changes: Any) -> DistributedSampler:
         "rows": 20,
         "global_batch": 8,
         "micro_batch": 1,
-        "dp_size": 1,
-        "dp_rank": 0,
+        "size": 1,
+        "rank": 0,
         "seed": 0,
         "shuffle": True,
         "remainder": "drop",
@@ -41,7 +44,7 @@ def sampler(**changes: Any) -> DistributedSampler:
 
 def dealt(step: int, dp: int, **changes: Any) -> list[int]:
     """All ranks' rows of `step`, rank after rank, micro-batch after micro-batch."""
-    ranks = [sampler(dp_size=dp, dp_rank=rank, **changes).micro_batches(step) for rank in range(dp)]
+    ranks = [sampler(size=dp, rank=rank, **changes).micro_batches(step) for rank in range(dp)]
     assert len({len(micro_batches) for micro_batches in ranks}) == 1
     return [row for micro_batches in ranks for micro_batch in micro_batches for row in micro_batch]
 
@@ -58,7 +61,7 @@ def test_the_order_depends_on_neither_ranks_nor_micro_batches(shuffle: bool, rem
 
 def test_each_micro_batch_has_its_size_and_each_rank_its_number_of_them() -> None:
     for dp, micro_batch in [(1, 2), (2, 2), (4, 1)]:
-        one = sampler(dp_size=dp, micro_batch=micro_batch)
+        one = sampler(size=dp, micro_batch=micro_batch)
         assert one.accumulation == 8 // dp // micro_batch
         assert [len(m) for m in one.micro_batches(5)] == [micro_batch] * one.accumulation
 
@@ -78,7 +81,7 @@ def test_every_row_comes_once_an_epoch(
     options: dict[str, Any] = {"rows": rows, "global_batch": per_rank * dp, "remainder": remainder, "shuffle": shuffle}
     if rows < dp or (remainder == "drop" and rows < per_rank * dp):
         with pytest.raises(UserError, match=f"{rows} rows"):
-            sampler(dp_size=dp, seed=seed, **options)
+            sampler(size=dp, seed=seed, **options)
         return
     steps = sampler(seed=seed, **options).steps_per_epoch
     for epoch in range(3):
@@ -108,7 +111,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_four_rows_on_two_ranks_for_two_epochs() -> None:
-    ranks = [sampler(rows=4, global_batch=2, dp_size=2, dp_rank=rank) for rank in range(2)]
+    ranks = [sampler(rows=4, global_batch=2, size=2, rank=rank) for rank in range(2)]
     steps = [[row for rank in ranks for row in rank.micro_batches(step)[0]] for step in range(4)]
     assert all(len(step) == 2 for step in steps)
     assert sorted(steps[0] + steps[1]) == sorted(steps[2] + steps[3]) == [0, 1, 2, 3]
@@ -124,9 +127,9 @@ def test_three_micro_batches_with_accumulation_four_leave_nothing_for_the_next_e
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"global_batch": 9, "dp_size": 2}, ("global_batch = 9", "2 data-parallel ranks")),
+        ({"global_batch": 9, "size": 2}, ("global_batch = 9", "2 data-parallel ranks")),
         ({"micro_batch": 3}, ("global_batch = 8", "micro_batch = 3")),
-        ({"rows": 3, "dp_size": 4, "remainder": "pad"}, ("3 rows", "4 data-parallel ranks", "fewer processes")),
+        ({"rows": 3, "size": 4, "remainder": "pad"}, ("3 rows", "4 data-parallel ranks", "fewer processes")),
         ({"rows": 7}, ("7 rows", "global batch of 8", "--data.remainder pad")),
         ({"rows": 0, "remainder": "pad"}, ("0 rows",)),
     ],
@@ -186,7 +189,7 @@ def firsts(batches: Sequence[Batch]) -> list[list[int]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_loader_gives_each_step_the_samplers_rows(workers: int) -> None:
-    one = loader(workers, micro_batch=2, dp_size=2, dp_rank=1, remainder="pad")
+    one = loader(workers, micro_batch=2, size=2, rank=1, remainder="pad")
     for step in range(7):  # past two ends of an epoch
         batches = one.next_step()
         assert firsts(batches) == one.sampler.micro_batches(step)
@@ -245,9 +248,9 @@ def test_next_tokens_are_targets_and_each_row_is_one_document() -> None:
     assert batch.input_ids.tolist() == [[5, 6, 7], [1, 2, 3]]
     assert batch.targets.tolist() == [[6, 7, 8], [2, 3, 4]]
     assert batch.position_ids.tolist() == [[0, 1, 2]] * 2
-    assert batch.document_ids.tolist() == [[0, 0, 0]] * 2
+    assert batch.extra == {}
     assert batch.valid == 6
-    assert {getattr(batch, field.name).dtype for field in attrs.fields(Batch)} == {torch.int64}
+    assert {getattr(batch, name).dtype for name in OWN} == {torch.int64}
 
 
 def test_a_batch_moves_and_counts() -> None:
@@ -255,8 +258,8 @@ def test_a_batch_moves_and_counts() -> None:
     masked = attrs.evolve(batch, targets=torch.full((1, 3), IGNORE_INDEX))
     assert masked.valid == 0
     moved = batch.to(torch.device("cpu"))
-    assert all(torch.equal(getattr(moved, f.name), getattr(batch, f.name)) for f in attrs.fields(Batch))
-    assert {getattr(batch.to(torch.device("meta")), f.name).device.type for f in attrs.fields(Batch)} == {"meta"}
+    assert all(torch.equal(getattr(moved, name), getattr(batch, name)) for name in OWN)
+    assert {getattr(batch.to(torch.device("meta")), name).device.type for name in OWN} == {"meta"}
 
 
 # Evaluation.
@@ -266,11 +269,7 @@ def test_a_batch_moves_and_counts() -> None:
 @settings(max_examples=30, deadline=None)
 def test_evaluation_counts_each_row_once_on_any_number_of_ranks(rows: int, dp: int, micro_batch: int) -> None:
     ranks = [
-        list(
-            evaluation_batches(
-                Numbers(), next_token_collator, rows=rows, micro_batch=micro_batch, dp_size=dp, dp_rank=rank
-            )
-        )
+        list(evaluation_batches(Numbers(), next_token_collator, rows=rows, micro_batch=micro_batch, size=dp, rank=rank))
         for rank in range(dp)
     ]
     assert len({len(batches) for batches in ranks}) == 1, "ranks that meet in collectives need as many batches each"

@@ -123,19 +123,28 @@ def test_shares_of_a_box_read_and_written_back_give_the_box(case: tuple[tuple[in
 
 @attrs.frozen
 class Place:
-    """A rank's coordinates, which is all of a mesh that a layout asks for."""
+    """A rank's coordinates on axes of two ranks each, which is all of a mesh that a layout asks for."""
 
     coordinates: dict[str, int]
 
-    def coordinate(self, axis: str) -> int:
-        return self.coordinates.get(axis, 0)
+    def coordinate(self, *axes: str) -> int:
+        number = 0
+        for axis in axes:
+            number = number * self.size(axis) + self.coordinates.get(axis, 0)
+        return number
+
+    def size(self, *axes: str) -> int:
+        return math.prod(2 if axis in self.coordinates else 1 for axis in axes)
 
 
-def speakers(layout: ParamLayout) -> list[tuple[int, int, int]]:
-    """Ranks of a 2 x 2 x 2 mesh that speak for the layout's part."""
+def on_each_rank() -> list[tuple[tuple[int, ...], Mesh]]:
     ranks = itertools.product(range(2), range(2), range(2))
-    mesh = [(r, cast(Mesh, Place(dict(zip(("pp", "dp", "tp"), r, strict=True))))) for r in ranks]
-    return [rank for rank, place in mesh if layout.counts_on(place)]
+    return [(r, cast("Mesh", Place(dict(zip(("pp", "dp", "tp"), r, strict=True))))) for r in ranks]
+
+
+def speakers(layout: ParamLayout) -> list[tuple[int, ...]]:
+    """Ranks of a 2 x 2 x 2 mesh that speak for the layout's part."""
+    return [rank for rank, place in on_each_rank() if layout.counts_on(place)]
 
 
 def test_one_rank_of_all_replicas_speaks_for_a_part() -> None:
@@ -148,3 +157,20 @@ def test_one_rank_of_all_replicas_speaks_for_a_part() -> None:
     assert len(speakers(replicated())) == 8
     assert speakers(replicated("an axis that nobody added")) == speakers(replicated())
     assert speakers(replicated("dp", "tp", tied="embedding", primary=False)) == []
+
+
+def test_replicas_are_numbered_from_the_rank_that_counts_whatever_the_order_of_their_axes() -> None:
+    for axes in itertools.permutations(("pp", "dp", "tp", "an axis that nobody added"), 3):
+        layout = ParamLayout.whole("w", (4,), axes)
+        found = [(layout.replica(place), layout.counts_on(place)) for _, place in on_each_rank()]
+        count = 8 if "an axis that nobody added" not in axes else 4
+        assert {number for (number, _), _ in found} == set(range(count))
+        assert {many for (_, many), _ in found} == {count}
+        assert all((number == 0) == counts for (number, _), counts in found)
+
+
+def test_a_gradient_is_summed_over_the_partial_axes_that_have_more_than_one_rank() -> None:
+    layout = ParamLayout.whole("w", (4,), ("dp", "tp"), ("tp", "an axis that nobody added", "dp"))
+    [(_, mesh), *_] = on_each_rank()
+    assert layout.sums_over(mesh) == ("dp", "tp")
+    assert ParamLayout.whole("w", (4,), ("dp",)).sums_over(mesh) == ()

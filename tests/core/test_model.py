@@ -5,63 +5,42 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PretrainedConfig, T5Config
+from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig, T5Config
 
 from femto_core.architecture import build_model
 from femto_core.batch import Batch, plain_positions
 from femto_core.buckets import backward_order
 from femto_core.errors import UserError
 from femto_core.layout import Box
-from femto_core.loss import CrossEntropy
+from femto_core.loss import ChunkedStatistics, CrossEntropy
+from femto_core.mesh import Mesh
 from femto_core.model import FullModel, Stage
 from femto_core.sections import ModelSection
-from femto_core.testing import RandomRows, RandomTask, stack_batches
 from femto_core.weights import INDEX, SINGLE, RandomWeights, SafetensorsWeights
+from femto_tools.testing import TINY, RandomRows, RandomTask, stack_batches
+from tests.models import tiny_config
 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-LAYERS, VOCAB = 3, 32
+LAYERS, VOCAB = 3, TINY["model"]["vocab_size"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def section(**changes: Any) -> ModelSection:
-    base: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "layers": LAYERS,
-        "heads": 4,
-        "kv_heads": 2,
-        "vocab_size": VOCAB,
-        "tied": False,
-    }
-    return ModelSection(**{**base, **changes})
+    return ModelSection(**{**TINY["model"], "layers": LAYERS, "tied": False, **changes})
 
 
 def config_of(family: str, **changes: Any) -> PretrainedConfig:
     """Weights are drawn wide, so that logits, and with them the loss, depend on each of them."""
-    base: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.4,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    config: PretrainedConfig = AutoConfig.for_model(family, **{**base, **changes})
-    return config
+    return tiny_config(family, **{"num_hidden_layers": LAYERS, "initializer_range": 0.4, **changes})
 
 
 def hugging_face(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
@@ -74,9 +53,18 @@ def hugging_face(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -
     return model
 
 
+class OneRank:
+    """As much of a mesh as a stage asks for."""
+
+    data_axes = ("dp",)
+
+
+ONE_RANK = cast("Mesh", OneRank())
+
+
 def cut(full: FullModel, layers: range) -> Stage:
     ends = {"first": layers.start == 0, "last": layers.stop == full.config.num_hidden_layers}
-    return Stage(full, [layers], frozenset({"dp"}), **ends)
+    return Stage(full, [layers], ONE_RANK, frozenset({"dp"}), **ends)
 
 
 def ready(full: FullModel, layers: range | None = None, dtype: torch.dtype = torch.float64) -> Stage:
@@ -131,8 +119,8 @@ def test_a_stage_has_the_hugging_face_names_of_its_range_and_no_others(family: s
     for name, layout in stage.layouts.items():
         assert layout.name == (EMBEDDING if tied and name == HEAD else name)
         assert layout.global_shape == shapes[name] == layout.box.sizes
-        assert layout.replicated == {"dp"}
-        assert layout.partial == frozenset()
+        assert layout.replicated == layout.partial == {"dp"}
+        assert layout.cut == layout.sharded == frozenset()
         assert layout.primary is not (tied and name == HEAD)
         assert layout.tied == (EMBEDDING if tied and name in (EMBEDDING, HEAD) else "")
 
@@ -311,7 +299,7 @@ def test_chunks_run_their_own_layers_in_models_that_iterate_and_in_models_that_s
     full = build_model(section(path=str(tmp_path)), seed=0)
     of = batch()
     expected = logits(ready(full), of)
-    chunked = Stage(full, [range(1), range(1, LAYERS)], frozenset({"dp"}))
+    chunked = Stage(full, [range(1), range(1, LAYERS)], ONE_RANK, frozenset({"dp"}))
     chunked.allocate(CPU, lambda _: torch.float64)
     with torch.no_grad():
         for name, parameter in chunked.named_parameters():
@@ -377,7 +365,7 @@ def test_a_saved_model_has_transformers_own_loss(tmp_path: Path, family: str, ti
 def check_loss(stage: Stage, theirs: Any) -> None:
     of = batch(rows=4)
     with torch.no_grad():
-        ours = CrossEntropy()(stage.forward(of.input_ids, of), stage.head, of.targets)
+        ours = CrossEntropy()(ChunkedStatistics(), stage.forward(of.input_ids, of), stage.head, of)
         wanted = F.cross_entropy(theirs(of.input_ids).logits.flatten(0, 1), of.targets.flatten(), reduction="sum")
         chance = F.cross_entropy(torch.zeros(of.targets.numel(), VOCAB), of.targets.flatten(), reduction="sum")
     assert ours.item() == pytest.approx(wanted.item(), rel=1e-5)
@@ -391,13 +379,11 @@ def test_no_document_moves_another_by_one_bit(family: str, attention: str) -> No
     stage = ready(full, dtype=torch.float32)
     of = batch(rows=2, documents=3, seq_len=12)
     before = logits(stage, of)
+    document_ids = (of.position_ids == 0).cumsum(dim=1) - 1
     for document in range(3):
-        inside = of.document_ids == document
+        inside = document_ids == document
         other_ids = torch.where(inside, (of.input_ids + 1) % VOCAB, of.input_ids)
-        other = Batch(
-            input_ids=other_ids, targets=of.targets, position_ids=of.position_ids, document_ids=of.document_ids
-        )
-        after = logits(stage, other)
+        after = logits(stage, attrs.evolve(of, input_ids=other_ids))
         assert torch.equal(before[~inside], after[~inside])
         assert not torch.isclose(before[inside], after[inside]).all(dim=-1).any()
 
@@ -405,16 +391,11 @@ def test_no_document_moves_another_by_one_bit(family: str, attention: str) -> No
 def test_documents_of_one_token_are_alone_too() -> None:
     stage = ready(build_model(section(), seed=0))
     ids = torch.arange(6)[None]
-    alone = Batch(input_ids=ids, targets=ids, position_ids=torch.zeros_like(ids), document_ids=torch.arange(6)[None])
+    alone = Batch(input_ids=ids, targets=ids, position_ids=torch.zeros_like(ids))
     columns = [
         logits(
             stage,
-            Batch(
-                input_ids=ids[:, i : i + 1],
-                targets=ids[:, i : i + 1],
-                position_ids=plain_positions(1, 1),
-                document_ids=plain_positions(1, 1),
-            ),
+            Batch(input_ids=ids[:, i : i + 1], targets=ids[:, i : i + 1], position_ids=plain_positions(1, 1)),
         )
         for i in range(6)
     ]

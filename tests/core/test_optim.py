@@ -13,28 +13,29 @@ import pytest
 import torch
 from torch import nn
 
+from femto_core.grad_norm import clip_grads, grad_norm_squared
 from femto_core.hookspecs import hookimpl
 from femto_core.layout import ParamLayout
 from femto_core.mesh import Axis, Mesh
 from femto_core.model import FullModel
-from femto_core.optim import clip_grads, grad_norm_squared, make_adamw, make_lr_schedule, scale_lr
-from femto_core.precision import ParamGroup
+from femto_core.optim import make_adamw, make_lr_schedule, scale_lr
+from femto_core.precision import ParamShare
 from femto_core.sections import OptimSection
-from femto_core.testing import RandomTask, WorkerPool, make_trainer
+from femto_tools.testing import RandomTask, WorkerPool, make_trainer
 
 CPU = torch.device("cpu")
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 SCHEDULES: tuple[ScheduleName, ...] = ("cosine", "linear", "constant", "wsd")
 
 
-def group(
+def share(
     values: Sequence[float], name: str = "w", replicated: Sequence[str] = ("dp",), shape: tuple[int, ...] | None = None
-) -> ParamGroup:
+) -> ParamShare:
     """A parameter whose gradient has `values`; its global shape is `shape`, where it is a flat share of a matrix."""
     parameter = nn.Parameter(torch.zeros(len(values), dtype=torch.float64))
     parameter.grad = torch.tensor(values, dtype=torch.float64)
     layout = ParamLayout.whole(name, shape or (len(values),), replicated)
-    return ParamGroup(name=name, compute=parameter, master=parameter, layout=layout)
+    return ParamShare(name=name, compute=parameter, master=parameter, layout=layout)
 
 
 # Weight decay.
@@ -42,7 +43,7 @@ def group(
 
 def decays(family: str) -> dict[str, float]:
     trainer = make_trainer({"model": {"family": family, "tied": False}, "optim": {"weight_decay": 0.25}})
-    names = {id(g.master): g.name for g in trainer.groups}
+    names = {id(g.master): g.name for g in trainer.shares}
     found = {names[id(p)]: part["weight_decay"] for part in trainer.optimizer.param_groups for p in part["params"]}
     trainer.close()
     return found
@@ -60,14 +61,14 @@ def test_decay_falls_on_matrices_and_never_on_norms_and_biases(pool: WorkerPool,
 
 
 def test_a_flat_share_of_a_matrix_is_a_matrix_and_of_a_vector_a_vector() -> None:
-    matrix, vector = group([1.0, 2.0], "m", shape=(4, 5)), group([1.0, 2.0], "v", shape=(4,))
+    matrix, vector = share([1.0, 2.0], "m", shape=(4, 5)), share([1.0, 2.0], "v", shape=(4,))
     optimizer = make_adamw([matrix, vector], OptimSection(weight_decay=0.5))
     assert [(len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups] == [(1, 0.5), (1, 0.0)]
     assert optimizer.param_groups[0]["params"][0] is matrix.master
 
 
 def test_a_decay_step_shrinks_a_matrix_and_leaves_a_vector() -> None:
-    matrix, vector = group([0.0, 0.0], "m", shape=(4, 5)), group([0.0, 0.0], "v", shape=(4,))
+    matrix, vector = share([0.0, 0.0], "m", shape=(4, 5)), share([0.0, 0.0], "v", shape=(4,))
     for one in (matrix, vector):
         one.master.data.fill_(1.0)
     optimizer = make_adamw([matrix, vector], OptimSection(weight_decay=0.5, lr=0.1))
@@ -84,9 +85,9 @@ class LayerWise(RandomTask):
         model.module.model.embed_tokens.weight.requires_grad_(False)
 
     @hookimpl
-    def femto_optimizer(self, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
-        assert all(g.master.requires_grad and g.master.numel() for g in groups)
-        return torch.optim.SGD([{"params": [g.master], "lr": 0.1 * (n + 1)} for n, g in enumerate(groups)])
+    def femto_optimizer(self, shares: Sequence[ParamShare]) -> torch.optim.Optimizer:
+        assert all(share.master.requires_grad and share.master.numel() for share in shares)
+        return torch.optim.SGD([{"params": [s.master], "lr": 0.1 * (n + 1)} for n, s in enumerate(shares)])
 
 
 def layer_wise_rates(folder: str, resume: str) -> list[tuple[float, list[float]]]:
@@ -97,7 +98,7 @@ def layer_wise_rates(folder: str, resume: str) -> list[tuple[float, list[float]]
         "model": {"tied": False},
     }
     trainer = make_trainer(values, (), {"task": LayerWise()})
-    assert len(trainer.groups) == len(trainer.optimizer.param_groups) + 1
+    assert len(trainer.shares) == len(trainer.optimizer.param_groups) + 1
     seen = []
     for _ in range(3):
         info = trainer.train_step()
@@ -120,7 +121,7 @@ def test_each_parameter_group_keeps_its_own_peak_and_follows_the_schedule_resume
 
 
 def test_a_rank_without_anything_to_train_steps_and_clips() -> None:
-    frozen, empty = group([]), group([])
+    frozen, empty = share([]), share([])
     frozen.master.requires_grad_(False)
     frozen.master.grad = empty.master.grad = None
     optimizer = make_adamw([], OptimSection())
@@ -209,14 +210,14 @@ def test_the_trainer_uses_the_schedule_once_a_step_whatever_the_number_of_ranks(
 # The norm.
 
 
-def world_norm(groups: Sequence[ParamGroup], mesh: Mesh) -> float:
-    return math.sqrt(mesh.sum_world(grad_norm_squared(groups, mesh)).item())
+def world_norm(shares: Sequence[ParamShare], mesh: Mesh) -> float:
+    return math.sqrt(mesh.sum_world(grad_norm_squared(shares, mesh)).item())
 
 
 def two_stages() -> float:
     """Norms sqrt(20) and sqrt(100), of different parameters on two ranks."""
-    mesh = Mesh([Axis("pp", 2, 10)], CPU)
-    return world_norm([group([2.0, 4.0]) if mesh.coordinate("pp") == 0 else group([6.0, 8.0])], mesh)
+    mesh = Mesh([Axis("pp", 2, 10, "nothing")], CPU)
+    return world_norm([share([2.0, 4.0]) if mesh.coordinate("pp") == 0 else share([6.0, 8.0])], mesh)
 
 
 def test_the_norm_over_stages_is_that_of_all_parameters_and_no_mean(pool: WorkerPool) -> None:
@@ -225,19 +226,19 @@ def test_the_norm_over_stages_is_that_of_all_parameters_and_no_mean(pool: Worker
 
 def replicas_and_shards() -> float:
     """On tp 2 x dp 2: a norm weight held by all (3), a matrix cut over tp (4 and 12), a share for each rank (1)."""
-    mesh = Mesh([Axis("tp", 2, 100)], CPU)
+    mesh = Mesh([Axis("tp", 2, 100, "nothing")], CPU)
     cut = [4.0] if mesh.coordinate("tp") == 0 else [12.0]
-    groups = [
-        group([3.0], "norm", ("dp", "tp")),
-        group(cut, "matrix", ("dp",)),
-        group([1.0], "share", ()),
-        group([], "nothing", ()),
+    shares = [
+        share([3.0], "norm", ("dp", "tp")),
+        share(cut, "matrix", ("dp",)),
+        share([1.0], "share", ()),
+        share([], "nothing", ()),
     ]
-    tied = group([100.0], "copy", ("dp", "tp"))
+    tied = share([100.0], "copy", ("dp", "tp"))
     tied = attrs.evolve(tied, layout=attrs.evolve(tied.layout, tied="embedding", primary=False))
-    no_gradient = group([100.0], "frozen", ())
+    no_gradient = share([100.0], "frozen", ())
     no_gradient.master.grad = None
-    return world_norm([*groups, tied, no_gradient], mesh)
+    return world_norm([*shares, tied, no_gradient], mesh)
 
 
 def test_what_is_replicated_counts_once_and_what_is_cut_counts_wholly(pool: WorkerPool) -> None:
@@ -245,7 +246,7 @@ def test_what_is_replicated_counts_once_and_what_is_cut_counts_wholly(pool: Work
 
 
 def sums_in_one_process(values: Sequence[float]) -> float:
-    return world_norm([group([value], str(value)) for value in values], Mesh([], CPU))
+    return world_norm([share([value], str(value)) for value in values], Mesh([], CPU))
 
 
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (math.inf, 1.0), (-math.inf, math.inf)])
@@ -261,9 +262,9 @@ def test_no_gradient_at_all_has_norm_zero(pool: WorkerPool) -> None:
 
 
 def test_clipping_scales_all_gradients_to_the_limit() -> None:
-    groups = [group([3.0]), group([0.0, 4.0])]
-    clip_grads(groups, norm=5.0, limit=1.0)
-    assert [g.master.grad.tolist() for g in groups if g.master.grad is not None] == [
+    shares = [share([3.0]), share([0.0, 4.0])]
+    clip_grads(shares, norm=5.0, limit=1.0)
+    assert [s.master.grad.tolist() for s in shares if s.master.grad is not None] == [
         [pytest.approx(0.6)],
         [0.0, pytest.approx(0.8)],
     ]
@@ -271,7 +272,7 @@ def test_clipping_scales_all_gradients_to_the_limit() -> None:
 
 @pytest.mark.parametrize(("norm", "limit"), [(5.0, 5.0), (5.0, 6.0), (5.0, 0.0), (0.0, 1.0)])
 def test_a_norm_within_the_limit_or_no_limit_changes_nothing(norm: float, limit: float) -> None:
-    one = group([3.0, 4.0])
+    one = share([3.0, 4.0])
     clip_grads([one], norm=norm, limit=limit)
     assert one.master.grad is not None
     assert one.master.grad.tolist() == [3.0, 4.0]
@@ -283,7 +284,7 @@ def clipped_norms(clip: float) -> list[tuple[float, float]]:
     seen: list[float] = []
 
     def measure(*_: Any) -> None:
-        grads = [g.master.grad for g in trainer.groups if g.master.grad is not None]
+        grads = [g.master.grad for g in trainer.shares if g.master.grad is not None]
         seen.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads)))
 
     trainer.optimizer.register_step_pre_hook(measure)

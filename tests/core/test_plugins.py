@@ -7,31 +7,36 @@ Packages are installed here by writing what an installer leaves behind into a fo
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, distribution, entry_points
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import attrs
 import pytest
 from torch import nn
 
+from femto_core import hookspecs
 from femto_core import plugins as plugins_module
 from femto_core.build import check_equal_everywhere
-from femto_core.cli import CommandRegistry, run_command
+from femto_core.cli import run_command
+from femto_core.commands import CommandRegistry
 from femto_core.config import Config
 from femto_core.errors import UserError
 from femto_core.hooks import Hooks
 from femto_core.hookspecs import hookimpl
 from femto_core.mesh import Mesh
-from femto_core.plugins import BUILT_IN, activate, hook_names, installed_plugins, is_seat, list_plugins
+from femto_core.model import Stage
+from femto_core.plugins import BUILT_IN, activate, hook_names, hook_role, installed_plugins, is_seat, list_plugins
 
 CORE = distribution("femto-core").version
 HEAD = "from femto_core.hookspecs import hookimpl\nfrom femto_core.errors import UserError\n"
 QUIET = tuple(f"no:{name}" for name in BUILT_IN)
+OBSERVERS = ("no:sanity", "no:samples", "no:recorder", "no:progress", "no:logs", "no:profiler")
 
 
 @attrs.frozen
@@ -139,7 +144,7 @@ def test_naming_a_plugin_twice_or_a_built_in_one_changes_nothing(site: Site) -> 
 )
 def test_an_entry_point_may_be_a_module_an_object_or_anything_that_makes_one(code: str, value: str, site: Site) -> None:
     site.install("seen = []\n" + code, value=value)
-    Hooks(activate([*QUIET, "zap"]).manager).log(3, {})
+    call(Hooks(activate([*QUIET, "zap"]).manager), "femto_log", step=3)
     assert sys.modules["zap_module"].seen == [3]
 
 
@@ -353,89 +358,171 @@ def test_two_plugins_in_different_seats_get_along(site: Site) -> None:
     site.install(taking("femto_optimizer", "'an optimizer'"), name="one", dist="one-dist")
     site.install(taking("femto_loss", "'a loss'"), name="two", dist="two-dist")
     hooks = Hooks(activate(["one", "two"]).manager)
-    assert cast(object, hooks.optimizer(Config(), [])) == "an optimizer"
-    assert cast(object, hooks.loss(Config(), cast(Mesh, None))) == "a loss"
+    assert call(hooks, "femto_optimizer")[0] == "an optimizer"
+    assert call(hooks, "femto_loss")[0] == "a loss"
 
 
 def test_the_default_sits_where_a_plugin_declines(site: Site) -> None:
     site.install(taking("femto_lr_schedule", "None"))
-    assert Hooks(activate(["zap"]).manager).lr_schedule(Config())(0) == pytest.approx(1 / 21)
+    schedule = Hooks(activate(["zap"]).manager).seat(hookspecs.femto_lr_schedule, config=Config())
+    assert schedule(0) == pytest.approx(1 / 21)
 
 
-# The hooks with their arguments, in the order of calling: what Hooks must hand on, name by name.
-ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "femto_commands": ("registry",),
-    "femto_config_section": (),
-    "femto_config_defaults": (),
-    "femto_validate": ("config",),
-    "femto_mesh_axes": ("config",),
-    "femto_dataset": ("config", "split"),
-    "femto_collator": ("config",),
-    "femto_model": ("config",),
-    "femto_transform_model": ("model", "config"),
-    "femto_schedule": ("config", "mesh"),
-    "femto_parallelize": ("stage", "mesh", "config"),
-    "femto_wrap_layer": ("name", "layer", "config"),
-    "femto_precision": ("config",),
-    "femto_sharding": ("config", "mesh"),
-    "femto_grad_sync": ("config", "mesh", "sharding"),
-    "femto_optimizer": ("config", "groups"),
-    "femto_lr_schedule": ("config",),
-    "femto_loss": ("config", "mesh"),
-    "femto_checkpointer": ("config", "mesh"),
-    "femto_checkpoint_state": (),
-    "femto_train_begin": ("trainer",),
-    "femto_step_begin": ("step",),
-    "femto_step_end": ("info",),
-    "femto_log": ("step", "metrics"),
-    "femto_train_end": ("trainer",),
+# The hooks with role and arguments, in the order of calling.
+HOOKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "femto_commands": ("setup", ("registry",)),
+    "femto_config_section": ("setup", ()),
+    "femto_config_defaults": ("setup", ()),
+    "femto_validate": ("setup", ("config",)),
+    "femto_mesh_axes": ("layout", ("config",)),
+    "femto_dataset": ("content", ("config", "split")),
+    "femto_collator": ("content", ("config",)),
+    "femto_split_tokens": ("layout", ("config", "mesh")),
+    "femto_loader": ("content", ("config", "mesh", "dataset", "collator")),
+    "femto_model": ("content", ("config",)),
+    "femto_transform_model": ("content", ("model", "config")),
+    "femto_schedule": ("layout", ("config", "mesh")),
+    "femto_parallelize": ("layout", ("stage", "mesh", "config")),
+    "femto_wrap_layer": ("layout", ("name", "layer", "stage", "config")),
+    "femto_precision": ("layout", ("config", "mesh")),
+    "femto_sharding": ("layout", ("config", "mesh")),
+    "femto_optimizer": ("content", ("config", "mesh", "shares")),
+    "femto_lr_schedule": ("content", ("config",)),
+    "femto_token_statistics": ("layout", ("config", "mesh")),
+    "femto_loss": ("content", ("config", "mesh")),
+    "femto_checkpointer": ("setup", ("config", "mesh")),
+    "femto_checkpoint_state": ("setup", ()),
+    "femto_train_begin": ("observe", ("trainer",)),
+    "femto_step_begin": ("observe", ("trainer", "step")),
+    "femto_step_end": ("observe", ("trainer", "info")),
+    "femto_log": ("observe", ("trainer", "step", "metrics")),
+    "femto_train_end": ("observe", ("trainer", "error")),
+    "femto_export": ("setup", ("tensors", "saved", "settings")),
 }
-SEATS = [name for name in ARGUMENTS if is_seat(name)]
-RETURNS_PAIRS = ("femto_config_section", "femto_config_defaults", "femto_checkpoint_state")
-RETURNS_LISTS = ("femto_mesh_axes",)
+SEATS = [name for name in HOOKS if is_seat(name)]
+RETURN_NOTHING = (
+    "femto_commands",
+    "femto_validate",
+    "femto_transform_model",
+    "femto_parallelize",
+    "femto_train_begin",
+    "femto_step_begin",
+    "femto_step_end",
+    "femto_log",
+    "femto_train_end",
+    "femto_export",
+)
 
 
-def call(hooks: Hooks, name: str) -> tuple[Any, dict[str, object]]:
-    """Call the wrapper of hook `name`, each argument an object of its own; return the result and the arguments."""
-    given = {argument: object() for argument in ARGUMENTS[name]}
-    return getattr(hooks, name.removeprefix("femto_"))(**given), given
+def call(hooks: Hooks, name: str, **values: object) -> tuple[Any, dict[str, object]]:
+    """Call hook `name`, each argument one of `values` or an object of its own; return result and arguments."""
+    given = {argument: values.get(argument, object()) for argument in HOOKS[name][1]}
+    spec: Any = getattr(hookspecs, name)
+    act: Any = hooks.seat if name in SEATS else hooks.call if name in RETURN_NOTHING else hooks.collect
+    return act(spec, **given), given
 
 
-def test_the_table_above_is_the_whole_specification() -> None:
-    assert list(ARGUMENTS) == hook_names()
+def test_the_table_above_is_the_whole_specification_with_every_hooks_role() -> None:
+    found = {
+        name: (hook_role(name), tuple(inspect.signature(getattr(hookspecs, name)).parameters)) for name in hook_names()
+    }
+    assert list(found.items()) == list(HOOKS.items())
+    assert {role for role, _ in HOOKS.values()} == set(get_args(hookspecs.Role))
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_each_wrapper_hands_on_every_argument_and_returns_what_the_plugin_returned(name: str) -> None:
+@pytest.mark.parametrize("name", HOOKS)
+def test_each_hook_hands_on_every_argument_and_returns_what_the_plugin_returned(name: str) -> None:
     seen: list[dict[str, object]] = []
-    answer: Any = ("name", object) if name in RETURNS_PAIRS else [object()] if name in RETURNS_LISTS else object()
+    answer = object()
 
     def note(**arguments: object) -> object:
         seen.append(arguments)
         return answer
 
-    given = ", ".join(ARGUMENTS[name])
-    passed = ", ".join(f"{argument}={argument}" for argument in ARGUMENTS[name])
+    given = ", ".join(HOOKS[name][1])
+    passed = ", ".join(f"{argument}={argument}" for argument in HOOKS[name][1])
     function = eval(f"lambda self, {given}: note({passed})", {"note": note})
     plugin = type("Zap", (), {name: hookimpl(function)})()
     result, arguments = call(Hooks(activate(QUIET, objects={"zap": plugin}).manager), name)
     assert seen == [arguments]
-    if name in SEATS or name == "femto_wrap_layer":
-        assert result is answer
-    elif name in RETURNS_PAIRS:
-        assert result == [answer]
-    elif name in RETURNS_LISTS:
-        assert result == answer
-    else:
-        assert result is None
+    assert result == (answer if name in SEATS else None if name in RETURN_NOTHING else [answer])
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_plugin_has_the_role_of_the_hook_that_it_implements(name: str) -> None:
+    plugin = type("Zap", (), {name: hookimpl(eval("lambda self: None"))})()
+    wrapper = type("Zip", (), {name: hookimpl(wrapper=True)(passing_on)})()
+    infos = activate(QUIET, objects={"zap": plugin, "zip": wrapper}).active
+    assert [info.roles for info in infos] == [{HOOKS[name][0]}] * 2
+
+
+def passing_on(self: object) -> Generator[None, Any, Any]:
+    """Wrap a hook without changing anything."""
+    return (yield)
 
 
 @pytest.mark.parametrize("name", SEATS)
 def test_a_seat_left_empty_by_blocking_its_default_is_refused_by_name(name: str, site: Site) -> None:
     hooks = Hooks(activate(["no:defaults", "no:data", "no:checkpoint"]).manager)
     assert refusal(call, hooks, name) == (
-        f"nobody sits in {name}: the built-in default is blocked and no active plugin takes the seat"
+        f"nobody takes the seat {name}: the built-in default is blocked, and no active plugin has it"
     )
+
+
+@pytest.mark.parametrize("name", SEATS)
+def test_two_claims_are_refused_for_every_seat(name: str, site: Site) -> None:
+    site.install(taking(name), name="one", dist="one-dist")
+    site.install(taking(name), name="two", dist="two-dist")
+    assert f"both take the seat {name}, which has room for one" in refusal(activate, ["one", "two"])
+
+
+# Wrappers
+
+WRAPPER = """
+    @hookimpl(wrapper=True{order})
+    def femto_lr_schedule():
+        inner = yield
+        return ("{name}", inner)
+"""
+
+
+def test_a_wrapper_is_no_claim_and_goes_around_whoever_takes_the_seat(site: Site) -> None:
+    site.install(WRAPPER.format(name="around", order=""), name="around", dist="around-dist")
+    site.install(taking("femto_lr_schedule", "'taken'"), name="taker", dist="taker-dist")
+    for names in (["around", "taker"], ["taker", "around"]):
+        assert call(Hooks(activate(names).manager), "femto_lr_schedule")[0] == ("around", "taken")
+
+
+def test_a_wrapper_goes_around_the_default_where_nobody_takes_the_seat(site: Site) -> None:
+    site.install(WRAPPER.format(name="around", order=""), name="around", dist="around-dist")
+    wrapped, _ = call(Hooks(activate(["around"]).manager), "femto_lr_schedule", config=Config())
+    assert wrapped[0] == "around"
+    assert wrapped[1](0) == pytest.approx(1 / 21)
+
+
+def test_wrappers_nest_the_last_named_outermost_and_may_ask_for_another_place(site: Site) -> None:
+    for name, order in (("one", ""), ("two", ""), ("three", ", trylast=True")):
+        site.install(WRAPPER.format(name=name, order=order), name=name, dist=f"{name}-dist")
+    site.install(taking("femto_lr_schedule", "'taken'"), name="taker", dist="taker-dist")
+    wrapped, _ = call(Hooks(activate(["one", "two", "taker", "three"]).manager), "femto_lr_schedule")
+    assert wrapped == ("two", ("one", ("three", "taken")))
+
+
+def test_a_wrapper_of_a_seat_that_is_left_empty_has_nothing_to_go_around(site: Site) -> None:
+    site.install("@hookimpl(wrapper=True)\ndef femto_lr_schedule():\n    return (yield)\n")
+    hooks = Hooks(activate(["zap", "no:defaults"]).manager)
+    assert "nobody takes the seat femto_lr_schedule" in refusal(call, hooks, "femto_lr_schedule")
+
+
+def test_the_listing_says_which_seats_a_plugin_wraps(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    both = "@hookimpl(wrapper=True)\ndef femto_loss():\n    return (yield)\n" + taking("femto_optimizer")
+    site.install(both + taking("femto_log"))
+    assert run_command(["plugins", "--plugins", "zap"]) == 0
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("zap ")]
+    assert " ".join(row.split()[2:]) == "1.0 active seat optimizer, around loss; log"
+    assert run_command(["plugins", "--json", "--plugins", "zap"]) == 0
+    [entry] = [entry for entry in json.loads(capsys.readouterr().out) if entry["name"] == "zap"]
+    assert (entry["seats"], entry["wraps"], entry["hooks"]) == (["femto_optimizer"], ["femto_loss"], ["femto_log"])
 
 
 @pytest.mark.parametrize("name", SEATS)
@@ -505,10 +592,24 @@ def test_the_section_of_an_inactive_plugin_is_refused(site: Site, tmp_path: Path
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "section", "key"),
+    [("samples", "sample", "every"), ("progress", "log", "every"), ("profiler", "profile", "step")],
+)
+def test_the_section_of_a_blocked_built_in_plugin_goes_with_it(
+    site: Site, tmp_path: Path, name: str, section: str, key: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[{section}]\n{key} = 1\n[train]\nsteps = 1")
+    assert "must be less than train.steps" in refusal(run_command, ["train", str(path)]), "it is known otherwise"
+    assert refusal(run_command, ["train", str(path), "--plugins", f"no:{name}"]) == (
+        f"unknown section [{section}] ({path}, line 1); is its plugin active? (--plugins)"
+    )
+
+
 def test_the_flags_of_an_active_plugin_are_in_help(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.install(SECTION.format(name="sparks"))
-    with pytest.raises(SystemExit):
-        run_command(["train", "--plugins", "zap", "--help"])
+    assert run_command(["train", "--plugins", "zap", "--help"]) == 0
     assert "--sparks.size INT" in capsys.readouterr().out
 
 
@@ -581,10 +682,12 @@ def test_plugins_are_called_before_the_kernel_and_the_last_named_first(site: Sit
         site.install("@hookimpl\ndef femto_validate(config): pass\n@hookimpl\ndef femto_log(step): pass", name=name)
     lines: list[str] = []
     hooks = Hooks(activate(["zeta", "alpha"], lines.append).manager)
-    hooks.validate(Config())
-    hooks.log(1, {})
-    assert lines[0] == "femto_validate(config) -> alpha, zeta, defaults"
-    assert lines[1].startswith("femto_log(step, metrics) -> alpha, zeta, ")
+    call(hooks, "femto_validate", config=Config())
+    call(Hooks(activate([*OBSERVERS, "zeta", "alpha"], lines.append).manager), "femto_log")
+    assert lines == [
+        "femto_validate(config) -> alpha, zeta, defaults",
+        "femto_log(trainer, step, metrics) -> alpha, zeta",
+    ]
 
 
 class Wrapper(nn.Module):
@@ -611,23 +714,30 @@ class Abstaining:
         self.saw.append(layer)
 
 
-def test_wrappers_nest_the_last_named_innermost_and_nobody_wraps_twice() -> None:
+def wrapped_by_all(hooks: Hooks, name: str, layer: nn.Module) -> Any:
+    stage, config = cast("Stage", object()), Config()
+    for wrap in hooks.layer_wrappers():
+        layer = next(iter(wrap(name=name, layer=layer, stage=stage, config=config)), layer)
+    return layer
+
+
+def test_wrappers_of_layers_nest_the_last_named_innermost_and_nobody_wraps_twice() -> None:
     idle = Abstaining()
     objects: Mapping[str, object] = {"a": Wrapping("a"), "idle": idle, "b": Wrapping("b"), "c": Wrapping("c")}
     layer = nn.Linear(1, 1)
-    wrapped: Any = Hooks(activate([], objects=objects).manager).wrap_layer("layers.3", layer, Config())
+    wrapped = wrapped_by_all(Hooks(activate([], objects=objects).manager), "layers.3", layer)
     names = []
     while isinstance(wrapped, Wrapper):
         names.append(wrapped.name)
         wrapped = wrapped.inner
     assert names == ["a of layers.3", "b of layers.3", "c of layers.3"]
     assert wrapped is layer
-    assert [cast(Wrapper, seen).name for seen in idle.saw] == ["b of layers.3"]
+    assert [cast("Wrapper", seen).name for seen in idle.saw] == ["b of layers.3"]
 
 
 def test_a_layer_that_nobody_wraps_is_left_as_it_is() -> None:
     layer = nn.Linear(1, 1)
-    assert Hooks(activate([]).manager).wrap_layer("layers.0", layer, Config()) is layer
+    assert wrapped_by_all(Hooks(activate([]).manager), "layers.0", layer) is layer
 
 
 # Seeing
@@ -643,7 +753,7 @@ def test_a_trace_names_each_hook_its_arguments_and_who_is_called(
     refusal(run_command, ["train", "--plugins", "zap"])
     out, err = capsys.readouterr()
     assert err.splitlines() == [
-        f"[rank {rank}] hook femto_config_section() -> zap",
+        f"[rank {rank}] hook femto_config_section() -> zap, profiler, progress, samples, data",
         f"[rank {rank}] hook femto_config_defaults() -> nobody",
         f"[rank {rank}] hook femto_validate(config) -> zap, defaults",
     ]
@@ -652,7 +762,7 @@ def test_a_trace_names_each_hook_its_arguments_and_who_is_called(
 
 def test_a_trace_says_so_where_nobody_is_called() -> None:
     lines: list[str] = []
-    Hooks(activate([], lines.append).manager).mesh_axes(Config())
+    Hooks(activate([], lines.append).manager).collect(hookspecs.femto_mesh_axes, config=Config())
     assert lines == ["femto_mesh_axes(config) -> nobody"]
 
 
@@ -682,6 +792,7 @@ def test_the_json_listing_has_seats_hooks_versions_and_what_is_wrong(
         "version": "2.5",
         "active": True,
         "seats": ["femto_optimizer"],
+        "wraps": [],
         "hooks": ["femto_log"],
         "problem": "",
     }
@@ -721,26 +832,38 @@ def test_the_listing_refuses_a_name_that_is_not_installed(site: Site) -> None:
 
 def test_the_listing_refuses_other_words() -> None:
     assert refusal(run_command, ["plugins", "--jsn"]) == (
-        "unknown argument '--jsn'; femto plugins takes --json and --plugins NAMES"
+        "unknown flag --jsn; did you mean '--json'? (femto plugins --help lists all)"
     )
-    assert refusal(run_command, ["hooks", "log"]) == "femto hooks takes no arguments, got 'log'"
+    assert refusal(run_command, ["hooks", "log"]) == "unexpected argument 'log' (femto hooks --help lists all)"
 
 
 # Commands
 
 COMMAND = """
+    import attrs
+
+    @attrs.frozen
+    class Options:
+        what: str = attrs.field(metadata={{"positional": True}})
+        two: bool = False
+
     @hookimpl
     def femto_commands(registry):
-        registry.add("{name}", "sparkle", lambda words: print(list(words)) or 7)
+        registry.add("{name}", "sparkle", Options, lambda options: print(options) or 7)
 """
 
 
-def test_a_command_of_an_active_plugin_gets_the_words_after_it(
+@attrs.frozen
+class Nothing:
+    """No options."""
+
+
+def test_a_command_of_an_active_plugin_gets_its_options(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.install(COMMAND.format(name="sparkle"))
     assert run_command(["sparkle", "--plugins", "zap", "one", "--two"]) == 7
-    assert capsys.readouterr().out == "['one', '--two']\n"
+    assert capsys.readouterr().out == "Options(what='one', two=True)\n"
     monkeypatch.setenv("FEMTO_PLUGINS", "zap")
     assert run_command(["--help"]) == 0
     assert "femto sparkle      sparkle\n" in capsys.readouterr().out
@@ -766,10 +889,10 @@ def test_a_command_of_a_plugin_that_is_not_active_names_the_plugin(site: Site) -
 def test_two_commands_of_one_name_are_refused(site: Site) -> None:
     site.install(COMMAND.format(name="train"))
     assert refusal(run_command, ["qqq", "--plugins", "zap"]) == "two plugins add a command called 'train'"
-    registry = CommandRegistry()
-    registry.add("one", "", lambda words: 0)
-    assert refusal(registry.add, "one", "", lambda words: 1) == "two plugins add a command called 'one'"
-    assert registry.commands["one"].run([]) == 0
+    registry = CommandRegistry(None)
+    registry.add("one", "", Nothing, lambda options: 0)
+    assert refusal(registry.add, "one", "", Nothing, lambda options: 1) == "two plugins add a command called 'one'"
+    assert registry.commands["one"].run(Nothing()) == 0
 
 
 # All ranks

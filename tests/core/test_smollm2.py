@@ -14,11 +14,12 @@ import torch
 from femto_core.architecture import build_model
 from femto_core.batch import Batch, plain_positions
 from femto_core.build import load_weights
-from femto_core.loss import CrossEntropy
+from femto_core.loss import ChunkedStatistics, CrossEntropy
+from femto_core.mesh import Mesh
 from femto_core.model import Stage
 from femto_core.precision import SinglePrecision
+from femto_core.replicated import Replicated
 from femto_core.sections import ModelSection
-from femto_core.sharding import Replicated
 
 ROOT = Path(__file__).parents[2]
 PARAGRAPH = (
@@ -43,7 +44,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def test_smollm2s_loss_on_a_paragraph_is_that_of_transformers(smollm2: Path) -> None:
+def test_smollm2s_loss_on_a_paragraph_is_that_of_transformers(smollm2: Path, world_of_one: None) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(smollm2)(PARAGRAPH, return_tensors="pt")["input_ids"]
@@ -52,20 +53,17 @@ def test_smollm2s_loss_on_a_paragraph_is_that_of_transformers(smollm2: Path) -> 
         expected = float(theirs(input_ids=ids, labels=ids).loss)
 
     full = build_model(ModelSection(path=str(smollm2)), seed=0)
-    stage = Stage(full, [range(30)], frozenset())
-    groups = Replicated(torch.device("cpu")).make_master(stage, SinglePrecision(torch.float32))
-    load_weights(groups, full.weights)
+    mesh = Mesh([], torch.device("cpu"))
+    stage = Stage(full, [range(30)], mesh, frozenset({"dp"}))
+    shares = Replicated(mesh, 25.0).allocate(stage, SinglePrecision(torch.float32))
+    load_weights(shares, full.weights)
     count = ids.shape[1] - 1
-    batch = Batch(
-        input_ids=ids[:, :-1],
-        targets=ids[:, 1:],
-        position_ids=plain_positions(1, count),
-        document_ids=torch.zeros(1, count, dtype=torch.int64),
-    )
+    batch = Batch(input_ids=ids[:, :-1], targets=ids[:, 1:], position_ids=plain_positions(1, count))
     stage.train(False)
     with torch.no_grad():
-        ours = float(CrossEntropy()(stage.forward(batch.input_ids, batch), stage.head, batch.targets)) / count
+        hidden = stage.forward(batch.input_ids, batch)
+        ours = float(CrossEntropy()(ChunkedStatistics(), hidden, stage.head, batch)) / count
 
-    assert sum(g.master.numel() for g in groups) == 134_515_008, "tied: embedding and head are one parameter"
+    assert sum(g.master.numel() for g in shares) == 134_515_008, "tied: embedding and head are one parameter"
     assert ours == pytest.approx(expected, rel=1e-5)
     assert ours < 5, "a model that has its weights does far better than chance, ln(49152) = 10.8"

@@ -18,13 +18,15 @@ from femto_core.batch import Batch
 from femto_core.config import Config
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
-from femto_core.loss import CrossEntropy, Loss
+from femto_core.loss import CrossEntropy, TokenStatistics
 from femto_core.mesh import Axis, Mesh
 from femto_core.metrics import StepInfo
 from femto_core.model import FullModel, Stage
-from femto_core.precision import MixedPrecisionManager, ParamGroup
-from femto_core.sharding import Replicated, ShardingStrategy
-from femto_core.testing import (
+from femto_core.precision import ParamShare, Precision
+from femto_core.replicated import Replicated
+from femto_core.sharding import ShardingStrategy
+from femto_core.trainer import Trainer
+from femto_tools.testing import (
     RandomTask,
     WorkerPool,
     assemble,
@@ -33,7 +35,6 @@ from femto_core.testing import (
     train_job,
     worst_difference,
 )
-from femto_core.trainer import Trainer
 from tests.conftest import DropoutTask
 
 PLAIN = RandomTask()
@@ -51,17 +52,20 @@ class PoisonedLoss(RandomTask):
     rank: int = 1
 
     @hookimpl
-    def femto_loss(self, mesh: Mesh) -> Loss:
-        calls = 0
+    def femto_loss(self, mesh: Mesh) -> CrossEntropy:
+        calls, task = 0, self
         micro_batches = 8 // mesh.size("dp")
 
-        def loss(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            right: torch.Tensor = CrossEntropy()(hidden, head, targets)
-            return right * self.value if calls == BAD_STEP * micro_batches and mesh.rank == self.rank else right
+        class Poisoned(CrossEntropy):
+            def __call__(
+                self, statistics: TokenStatistics, hidden: torch.Tensor, head: nn.Module, batch: Batch
+            ) -> torch.Tensor:
+                nonlocal calls
+                calls += 1
+                right = super().__call__(statistics, hidden, head, batch)
+                return right * task.value if calls == BAD_STEP * micro_batches and mesh.rank == task.rank else right
 
-        return loss
+        return Poisoned()
 
 
 @attrs.frozen
@@ -76,7 +80,7 @@ class PoisonedGradient(RandomTask):
 
     @hookimpl
     def femto_mesh_axes(self) -> Sequence[Axis]:
-        return [Axis("part", 2, 10)]
+        return [Axis("part", 2, 10, "nothing")]
 
     @hookimpl
     def femto_sharding(self, mesh: Mesh) -> ShardingStrategy:
@@ -85,20 +89,21 @@ class PoisonedGradient(RandomTask):
         class Poisoned(Replicated):
             steps = 0
 
-            def make_master(self, stage: Stage, precision: MixedPrecisionManager) -> list[ParamGroup]:
+            def allocate(self, stage: Stage, precision: Precision) -> list[ParamShare]:
                 alone = frozenset({"dp"})
-                groups = super().make_master(stage, precision)
-                self.groups = [attrs.evolve(g, layout=attrs.evolve(g.layout, replicated=alone)) for g in groups]
-                return self.groups
+                shares = super().allocate(stage, precision)
+                self.shares = [attrs.evolve(s, layout=attrs.evolve(s.layout, replicated=alone)) for s in shares]
+                return self.shares
 
-            def reduce_grads(self) -> None:
+            def finish_gradients(self) -> None:
+                super().finish_gradients()
                 self.steps += 1
                 if self.steps == BAD_STEP and mesh.rank == task.rank:
-                    gradient = self.groups[-1].compute.grad
+                    gradient = self.shares[-1].compute.grad
                     assert gradient is not None
                     gradient.view(-1)[0] = task.value
 
-        return Poisoned(mesh.device)
+        return Poisoned(mesh, 25.0)
 
 
 @attrs.frozen
@@ -128,7 +133,7 @@ def watch(task: RandomTask, values: dict[str, Any] | None = None) -> Watched:
 
 
 def copied(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {group.name: group.master.detach().clone() for group in trainer.groups}
+    return {share.name: share.master.detach().clone() for share in trainer.shares}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

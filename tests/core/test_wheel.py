@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("femto_checkpoint", "femto_core", "femto_data", "femto_ops", "femto_report")
+PACKAGES = ("femto_checkpoint", "femto_core", "femto_data", "femto_ops", "femto_report", "femto_tools")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 SMALL = shlex.split("""
     --train.steps 6 --train.threads 1 --optim.warmup 1 --optim.lr 0.01 --eval.every 0 --data.seq-len 16
@@ -148,9 +148,9 @@ def test_the_wheels_carry_ranges_and_no_exact_versions(core_wheel: Path, plugin_
 
 def test_the_environment_has_only_the_wheels_femto(extended: Environment) -> None:
     code = (
-        "import sys, femto_checkpoint, femto_core, femto_data, femto_ops, femto_report, example_plugin\n"
+        "import sys, femto_checkpoint, femto_core, femto_data, femto_ops, femto_report, femto_tools, example_plugin\n"
         "import importlib.metadata as m\n"
-        "modules = femto_checkpoint, femto_core, femto_data, femto_ops, femto_report, example_plugin\n"
+        "modules = femto_checkpoint, femto_core, femto_data, femto_ops, femto_report, femto_tools, example_plugin\n"
         "print(*(module.__file__ for module in modules), m.distribution('femto-core').locate_file(''), sep='\\n')\n"
         "print(*(type(finder).__name__ + str(finder) for finder in sys.meta_path if 'ditable' in str(finder)))"
     )

@@ -1,4 +1,4 @@
-"""Making datasets in tests: small sources, a run, and what lies in the result."""
+"""Making datasets in tests: small sources, a run, and the contents of the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(tmp_path: Path, *inputs: Path | str, **changes: Any) -> Manifest:
 
 
 def refusal(tmp_path: Path, *inputs: Path | str, **changes: Any) -> str:
-    """The words of the refusal, which leaves nothing behind."""
+    """The error sentence of a refused run, which must leave no files."""
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with pytest.raises(UserError) as caught:
         run(tmp_path, *inputs, **changes)
@@ -51,7 +51,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def stream(directory: Path, documents: list[str]) -> list[int]:
-    """The token stream worked out one document at a time from the tokenizer's own pieces."""
+    """The expected token stream, computed one document at a time with the tokenizers library."""
     tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer")
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True

@@ -1,4 +1,4 @@
-"""The standard library as a dataset: made once, whichever process comes first, of sources only."""
+"""The standard library as a dataset: built once, by the first process, from sources only."""
 
 from __future__ import annotations
 

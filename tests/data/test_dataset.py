@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from femto_core.errors import UserError
 from femto_data.dataset import FORMAT, PackedDataset, RowWriter
-from femto_data.tokenizer import tokenizer_fingerprint
+from femto_data.tokenizer import saved_tokenizer_fingerprint, tokenizer_fingerprint
 
 
 def write(file: Path, *parts: npt.NDArray[np.int64], seq_len: int = 4, vocab_size: int = 100) -> RowWriter:
@@ -93,7 +94,7 @@ def test_safetensors_reads_the_file_and_the_largest_id_survives(tmp_path: Path, 
         metadata = opened.metadata()
         assert len(metadata.pop("id")) == 32
         assert metadata == {
-            "format": "femto-rows-2",
+            "format": "femto-rows-3",
             "seq_len": "4",
             "vocab_size": str(vocab_size),
             "tokenizer": "0123456789abcdef",
@@ -169,7 +170,7 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, content: byte
 def test_a_foreign_safetensors_file_is_refused(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     file = tmp_path / "model.safetensors"
     safetensors.numpy.save_file({"rows": np.zeros((2, 5), np.uint16)}, file, metadata)
-    assert "holds no rows in the format femto-rows-2" in refusal(file)
+    assert "holds no rows in the format femto-rows-3" in refusal(file)
 
 
 @pytest.mark.parametrize("change", [{"seq_len": "5"}, {"seq_len": "four"}, {"eos_id": None}])
@@ -180,13 +181,13 @@ def test_metadata_that_belies_the_tensor_is_refused(file: Path, change: dict[str
     header["__metadata__"].update(change)
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
-    assert "holds no rows in the format femto-rows-2" in refusal(file)
+    assert "holds no rows in the format femto-rows-3" in refusal(file)
 
 
 @pytest.mark.parametrize("lost", [1, 2, 50])
 def test_a_file_cut_in_its_rows_is_refused_as_truncated(file: Path, lost: int) -> None:
     file.write_bytes(file.read_bytes()[:-lost])
-    assert f"is truncated: its header promises 50 bytes of rows and {50 - lost} are there" in refusal(file)
+    assert f"is truncated: its header promises 50 bytes of rows, but it has {50 - lost};" in refusal(file)
 
 
 def test_a_file_cut_at_any_byte_is_refused(file: Path) -> None:
@@ -242,3 +243,34 @@ def test_the_fingerprint_ignores_directory_padding_truncation_and_use(tmp_path: 
 def test_the_fingerprint_changes_with_the_vocabulary_its_order_and_eos() -> None:
     made = [tokenizer(), tokenizer(("a", "b", "d", "c")), tokenizer(("a", "c", "b")), tokenizer(eos="b")]
     assert len({tokenizer_fingerprint(one) for one in made}) == 4
+
+
+@pytest.mark.parametrize(
+    ("part", "made", "counts"),
+    [
+        ("normalizer", normalizers.Lowercase(), True),
+        ("pre_tokenizer", pre_tokenizers.Digits(), True),
+        ("post_processor", processors.TemplateProcessing(single="a $A", special_tokens=[("a", 0)]), True),
+        ("decoder", decoders.WordPiece(), False),
+    ],
+)
+def test_of_the_backend_only_what_decides_ids_enters_the_fingerprint(part: str, made: Any, counts: bool) -> None:
+    one = tokenizer()
+    setattr(one.backend_tokenizer, part, made)
+    assert (tokenizer_fingerprint(one) != tokenizer_fingerprint(tokenizer())) is counts
+
+
+def test_an_added_token_enters_the_fingerprint_and_the_padding_token_and_a_chat_template_do_not() -> None:
+    one = tokenizer()
+    one.pad_token, one.chat_template = "b", "{{ messages }}"
+    assert tokenizer_fingerprint(one) == tokenizer_fingerprint(tokenizer())
+    one.add_tokens(["e"])
+    assert tokenizer_fingerprint(one) != tokenizer_fingerprint(tokenizer())
+
+
+def test_a_saved_tokenizer_has_the_fingerprint_it_had_also_beside_a_models_config(tmp_path: Path) -> None:
+    assert saved_tokenizer_fingerprint(tmp_path) is None
+    tokenizer().save_pretrained(tmp_path)
+    assert saved_tokenizer_fingerprint(tmp_path) == tokenizer_fingerprint(tokenizer())
+    LlamaConfig().save_pretrained(tmp_path)
+    assert saved_tokenizer_fingerprint(tmp_path) == tokenizer_fingerprint(tokenizer())

@@ -1,4 +1,4 @@
-"""Long documents in pieces: nothing is lost at a cut, and a byte-level tokenizer does not notice it."""
+"""Long documents in pieces: no text is lost at a cut, and byte-level tokens stay the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`femto data-inspect`: counts and rows as people read them; and files that do not belong to their manifest."""
+"""`femto data-inspect`: counts and rows as text; files that do not belong to their manifest are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_row_that_is_not_there_is_refused(dataset: Path) -> None:
 
 
 def test_the_check_finds_one_flipped_bit(dataset: Path) -> None:
-    assert sum("rows are as they were written" in line for line in shown(dataset, check=True)) == 2
+    assert sum("rows match their digest" in line for line in shown(dataset, check=True)) == 2
     file = dataset / "train.safetensors"
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
@@ -125,8 +125,8 @@ def test_a_held_out_file_that_an_earlier_run_left_is_stale(tmp_path: Path, datas
     ("spoil", "words"),
     [
         (lambda text: text[:50], "manifest.json cannot be read"),
-        (lambda text: "[]", "manifest.json is no manifest in the format femto-dataset-2"),
-        (lambda text: text.replace("femto-dataset-2", "femto-dataset-1"), "is no manifest in the format"),
+        (lambda text: "[]", "manifest.json is no manifest in the format femto-dataset-3"),
+        (lambda text: text.replace("femto-dataset-3", "femto-dataset-1"), "is no manifest in the format"),
     ],
 )
 def test_rows_beside_a_damaged_manifest_are_refused(dataset: Path, spoil: Callable[[str], str], words: str) -> None:

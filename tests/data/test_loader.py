@@ -1,4 +1,4 @@
-"""Packed rows through the loader: each once an epoch and in the same order, whatever the loader is told."""
+"""Packed rows through the loader: each once per epoch, in the same order for all loader settings."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 
 from femto_core.batch import IGNORE_INDEX, Batch
 from femto_core.config import Config, make_config
-from femto_core.data import DistributedDataLoader, DistributedSampler, evaluation_batches, next_token_collator
+from femto_core.data import DistributedDataLoader, evaluation_batches, next_token_collator
 from femto_core.errors import UserError
+from femto_core.sampler import DistributedSampler
 from femto_data.dataset import PackedDataset, RowWriter
 from femto_data.plugin import check_tokenizer
 from femto_data.tokenizer import tokenizer_fingerprint, train_tokenizer
 
 pytestmark = [
-    # A loader's processes are forked, and newer Pythons warn about that wherever there are threads.
+    # Loader processes are forked; newer Pythons warn about a fork beside threads.
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-    # Four of them are more than a small machine has cores.
+    # Four loader processes are more than a small machine has cores.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 
@@ -40,8 +41,8 @@ def loader(dataset: PackedDataset, *, workers: int, pin_memory: bool = False, **
         rows=len(dataset),
         global_batch=2,
         micro_batch=1,
-        dp_size=1,
-        dp_rank=0,
+        size=1,
+        rank=0,
         seed=3,
         shuffle=True,
         remainder="drop",
@@ -106,7 +107,7 @@ def test_five_rows_on_two_ranks_evaluate_as_five_rows(ten: PackedDataset) -> Non
     rows = [
         int(tokens[0]) // 4
         for rank in range(2)
-        for batch in evaluation_batches(ten, next_token_collator, rows=5, micro_batch=2, dp_size=2, dp_rank=rank)
+        for batch in evaluation_batches(ten, next_token_collator, rows=5, micro_batch=2, size=2, rank=rank)
         for tokens, targets in zip(batch.input_ids, batch.targets, strict=True)
         if (targets != IGNORE_INDEX).any()
     ]
@@ -119,8 +120,8 @@ def test_fewer_rows_than_ranks_are_refused(ten: PackedDataset) -> None:
             rows=len(ten),
             global_batch=16,
             micro_batch=1,
-            dp_size=16,
-            dp_rank=0,
+            size=16,
+            rank=0,
             seed=0,
             shuffle=True,
             remainder="pad",

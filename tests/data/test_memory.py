@@ -1,4 +1,4 @@
-"""Memory does not grow with the input: a file larger than what the process may still take is preprocessed."""
+"""Memory does not grow with the input: a file larger than the remaining memory is preprocessed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(name):
     ), quiet=True)
 
 def peak():
-    if sys.platform == "linux":  # not ru_maxrss, which begins at the size of the process that started this one
+    if sys.platform == "linux":  # ru_maxrss would include the memory of the parent process
         return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -42,7 +42,7 @@ print(json.dumps([peak() - before, manifest.tokens]))
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that is fast, because its words are long and none is known."""
+    """A fast tokenizer: words are long, and every word is unknown."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -56,7 +56,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_one_row_group(file: Path, documents: list[str]) -> None:
-    """Write the worst that Parquet allows: all rows in one group, not smaller than they are."""
+    """Write Parquet's worst case: all rows in one row group, without compression."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

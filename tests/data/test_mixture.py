@@ -1,4 +1,4 @@
-"""Weights: each input gets its share of the training tokens, by documents repeated or left out, the same every time."""
+"""Weights: documents are repeated or left out so that each input has its share of the training tokens, reproducibly."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_the_mixture_is_the_same_to_the_byte_for_any_number_of_workers_and_any_c
 def test_long_documents_are_taken_and_left_out_whole_and_as_evenly_as_short_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[float, float]
 ) -> None:
-    monkeypatch.setattr("femto_data.documents.LONGEST", 64)  # so that a document comes in some ten pieces
-    monkeypatch.setattr("femto_data.shards.CHARACTERS", 1000)  # and pieces of one lie in two shards
+    monkeypatch.setattr("femto_data.documents.LONGEST", 64)  # a document has about ten pieces
+    monkeypatch.setattr("femto_data.shards.CHARACTERS", 1000)  # a document's pieces are in two shards
     long = [f"long {i} " + " ".join(f"w{i}x{j}" for j in range(80 + i)) for i in range(24)]
     manifest = run(
         tmp_path, texts(tmp_path / "a.jsonl", *A), texts(tmp_path / "l.jsonl", *long), weights=weights, seq_len=1

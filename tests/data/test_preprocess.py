@@ -1,4 +1,4 @@
-"""Text to rows: what is written, for whom it is the same, and every input that is refused, by its words."""
+"""Text to rows: the rows and counts, their reproducibility, and the error sentence of every refused input."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_a_damaged_zstandard_file_is_refused(tmp_path: Path, spoil: Callable[[by
 
 def test_invalid_utf8_in_a_text_file_is_refused_by_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthr\xe9e\nfour")
-    assert refusal(tmp_path, tmp_path) == f"{tmp_path}/a.txt, line 3: not valid UTF-8; mend the file or leave it out"
+    assert refusal(tmp_path, tmp_path) == f"{tmp_path}/a.txt, line 3: not valid UTF-8; correct the file or leave it out"
 
 
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
@@ -303,14 +303,14 @@ def test_a_directory_without_a_matching_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("glob", ["", "/absolute/*.txt"])
 def test_a_glob_that_is_none_is_refused(tmp_path: Path, glob: str) -> None:
-    assert "is no pattern for files below a directory" in refusal(tmp_path, tmp_path, glob=glob)
+    assert "is not a pattern for files below a directory" in refusal(tmp_path, tmp_path, glob=glob)
 
 
 @pytest.mark.parametrize("name", ["a.docx", "a.csv", "a", "a.txt.gz"])
 def test_a_format_that_is_not_read_is_refused_with_those_that_are(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("some text")
     text = refusal(tmp_path, tmp_path / name)
-    assert text.startswith(f"{tmp_path / name} is in a format that is not read; .jsonl, ")
+    assert text.startswith(f"{tmp_path / name} is in an unknown format; give .jsonl, ")
     assert all(known in text for known in (".jsonl.gz", ".parquet", ".txt", ".py", "--glob"))
 
 
@@ -336,7 +336,7 @@ def test_too_few_tokens_for_one_row_are_refused_and_just_enough_are_not(tmp_path
 
 
 class Hub:
-    """Hugging Face's side: one dataset, whatever its name, at a commit."""
+    """A stand-in for Hugging Face: every name is the same dataset, at one commit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[object, ...]] = []
@@ -403,7 +403,7 @@ def test_a_hugging_face_dataset_that_is_lost_on_the_way_is_fetched_by_the_next_r
         patch.setattr(datasets, "load_dataset", lost)
         with pytest.raises(Interrupted) as caught:
             run(tmp_path, "someone/things", seq_len=2)
-    assert str(caught.value) == f"{LOST}; what is done is kept: run it again, and it goes on"
+    assert str(caught.value) == f"{LOST}; run the command again to resume"
     assert run(tmp_path, "someone/things", seq_len=2).documents == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
@@ -455,9 +455,9 @@ def test_a_tokenizer_that_is_not_there_or_damaged_is_refused(tmp_path: Path, sou
     [
         ({"seq_len": 0}, "seq_len = 0 is too small; give 1 or more"),
         ({"workers": 0}, "workers = 0 is too small; give 1 or more"),
-        ({"held_out": 1.0}, "held_out = 1.0 is no share of the documents"),
-        ({"held_out": -0.1}, "held_out = -0.1 is no share"),
-        ({"held_out": float("nan")}, "held_out = nan is no share"),
+        ({"held_out": 1.0}, "held_out = 1.0 is not a share of the documents"),
+        ({"held_out": -0.1}, "held_out = -0.1 is not a share"),
+        ({"held_out": float("nan")}, "held_out = nan is not a share"),
         ({"vocab_size": 256}, "vocab_size = 256 is too small for a byte-level tokenizer; 257"),
         ({"output": ""}, "output is empty; name the directory to write"),
         ({"weights": (0.5, 0.5)}, "2 weights for 1 inputs; give one for each, in the same order"),
@@ -488,7 +488,7 @@ def test_an_output_that_holds_something_else_is_refused(tmp_path: Path, source: 
     if manifest is not None:
         (tmp_path / "out/manifest.json").write_text(manifest)
     words = refusal(tmp_path, source)
-    assert words.startswith(f"output {tmp_path}/out holds something else than a femto dataset; name another directory")
+    assert words.startswith(f"output {tmp_path}/out is not empty and holds no femto dataset; name another directory")
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path, source: Path) -> None:

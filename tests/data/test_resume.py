@@ -1,4 +1,4 @@
-"""Killed at any moment: the output is absent, old or new, and the next run goes on and makes the very same bytes."""
+"""Killed at any moment, preprocessing leaves no output, the old or the new one; the next run makes the same bytes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from femto_core.errors import UserError
 from femto_data import preprocess as module
 from femto_data import shards
-from femto_data.encoder import WorkerPool
+from femto_data.encoder import TokenizerPool
 from femto_data.workspace import Interrupted, open_workspace
 from tests.data.making import contents, refusal, run, texts
 
 DOCUMENTS = [f"document {i}: " + " ".join(str(i * j) for j in range(60)) for i in range(400)]
 
-# Runs in a process of its own, without threads, so that it can fork one child for each kill.
+# A script for a process without threads, so that it can fork one child for each kill.
 KILLS = """
 import json, os, random, shutil, signal, sys, time
 sys.path.append(sys.argv[1])  # marks the command lines of the processes that tokenise
@@ -92,11 +92,11 @@ else:
         rename(source, target)
         count += 1
     os.replace = counted
-    preprocess(new, quiet=True)  # no longer in a child: from here on the count is known
+    preprocess(new, quiet=True)  # in this process, to know the number of renames
     os.replace = rename
     put_old()
     for at in range(count):
-        # Shards are alike, so of their renames only the first ones are worth a kill.
+        # All shards are alike, so only the renames of the first ones are tested.
         if 2 < at < count - 7:
             continue
         for when in ("before", "after"):
@@ -149,7 +149,7 @@ def test_killed_before_and_after_each_rename_the_output_is_old_or_new_and_the_ne
 
 
 def tokenising(marker: Path) -> list[str]:
-    """Processes that still tokenise for a run that has `marker` in its path."""
+    """Living tokenising processes of the run that has `marker` in its path."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -162,7 +162,7 @@ def tokenising(marker: Path) -> list[str]:
 
 
 class Stopped(BaseException):
-    """What Ctrl-C would raise."""
+    """Raised in the place of KeyboardInterrupt."""
 
 
 class Counting:
@@ -188,7 +188,7 @@ class Counting:
             yield counted
 
     def made(self) -> int:
-        """Shards since the last time."""
+        """Number of shards made since the last call."""
         calls, self.calls = self.calls, 0
         return calls
 
@@ -218,7 +218,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def stopped(tmp_path: Path, counting: Counting) -> tuple[Path, int, dict[str, bytes]]:
-    """A source, how many shards it makes, and the dataset; and beside no output, a run stopped after 5 of them."""
+    """A source, its number of shards, its dataset, and a workspace whose run was stopped after 5 shards."""
     source = texts(tmp_path / "docs.jsonl", *DOCUMENTS)
     run(tmp_path, source)
     whole, made = contents(tmp_path / "out"), counting.made()
@@ -251,7 +251,7 @@ def test_a_run_stopped_while_rows_are_written_tokenises_nothing_again(
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "pack", failing)
+        patch.setattr(module, "write_splits", failing)
         with pytest.raises(UserError, match="no space"):
             run(tmp_path, source)
     counting.made()
@@ -286,7 +286,7 @@ def test_a_full_disk_is_said_and_with_more_room_the_run_goes_on(
     tmp_path: Path, counting: Counting, small_disk: Path
 ) -> None:
     source = texts(tmp_path / "docs.jsonl", *DOCUMENTS)
-    with pytest.raises(UserError, match=r"cannot be completed \(No space left on device\); what is done is kept"):
+    with pytest.raises(UserError, match=r"cannot be completed \(No space left on device\); finished work is kept"):
         run(small_disk, source)
     assert not (small_disk / "out").exists()
     some = counting.made()
@@ -304,12 +304,12 @@ def test_a_shard_that_is_damaged_is_refused_and_made_anew(
 ) -> None:
     source = texts(tmp_path / "docs.jsonl", *DOCUMENTS)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "pack", stop)
+        patch.setattr(module, "write_splits", stop)
         with pytest.raises(Stopped):
             run(tmp_path, source)
     [shard] = tmp_path.glob(".out.*/shards/00000003.npy")
     shard.write_bytes(shard.read_bytes()[:-8])
-    with pytest.raises(UserError, match=r"00000003\.npy is damaged or missing; what was tokenised so far has been"):
+    with pytest.raises(UserError, match=r"00000003\.npy is damaged or missing; all shards have been"):
         run(tmp_path, source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["docs.jsonl"]
     assert run(tmp_path, source).documents == len(DOCUMENTS)
@@ -377,17 +377,17 @@ def test_a_tokenising_process_that_dies_is_told_and_what_is_done_is_kept(
     tmp_path: Path, counting: Counting, stopped: tuple[Path, int, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, shard_count, whole = stopped
-    call = WorkerPool.__call__
+    call = TokenizerPool.__call__
 
-    def killing(self: WorkerPool, batch: Sequence[str]) -> Any:
+    def killing(self: TokenizerPool, batch: Sequence[str]) -> Any:
         if counting.calls == 3:
             for process in self._all:
                 process.kill()
         return call(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerPool, "__call__", killing)
-        with pytest.raises(Interrupted, match=r"exit code -9.*fewer --workers, and it goes on"):
+        patch.setattr(TokenizerPool, "__call__", killing)
+        with pytest.raises(Interrupted, match=r"exit code -9.*fewer --workers, and it resumes"):
             run(tmp_path, source, workers=2)
     counting.made()
     run(tmp_path, source, workers=2)

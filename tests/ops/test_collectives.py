@@ -1,4 +1,4 @@
-"""Collectives on flat vectors: right for every size, dtype and timing, as gloo sends them and as torch's own do."""
+"""Collectives on flat vectors, for every size, dtype and timing: direct sends on gloo, and torch's own collectives."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from femto_core.mesh import Axis, Mesh
-from femto_core.testing import WorkerPool
 from femto_ops import collectives
+from femto_tools.testing import WorkerPool
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 LENGTHS = (0, 1, 3, 1000)
-"""Elements of one rank's part."""
+"""Elements of each rank's part."""
 
 
 def random_vector(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -25,7 +25,7 @@ def random_vector(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def expected_sum(vectors: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in the order of the ranks, in fp32 or wider, rounded once."""
+    """Return the sum in the order of ranks, in fp32 or wider, rounded once."""
     total = vectors[0].to(torch.promote_types(vectors[0].dtype, torch.float32))
     for vector in vectors[1:]:
         total = total + vector
@@ -45,7 +45,7 @@ def every_collective(native: bool) -> bool:
                 whole = everyones[rank].clone()
                 collectives.reduce_scatter(whole, share, group).wait()
                 check(share, total[mine], exact=not native)
-                assert torch.equal(whole, everyones[rank]), "what is sent is left alone"
+                assert torch.equal(whole, everyones[rank]), "the buffer that is sent must not change"
 
                 everything = torch.cat([vector[:length] for vector in everyones])
                 gathered = torch.full((size * length,), torch.nan, dtype=dtype)
@@ -72,13 +72,13 @@ def check(found: torch.Tensor, wanted: torch.Tensor, *, exact: bool) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sums_are_in_the_order_of_ranks_and_rounded_once(pool: WorkerPool, size: int) -> None:
-    """Gloo was reported to average where it should sum: every value here is compared with the plain sum."""
+    """Compare every value with the plain sum, because gloo was once reported to average instead."""
     assert pool.run(size, every_collective, False) == [True] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_torchs_own_collectives_agree_to_rounding(pool: WorkerPool, size: int) -> None:
-    """What runs on NCCL, here on gloo."""
+    """Run on gloo the code path that NCCL takes."""
     assert pool.run(size, every_collective, True) == [True] * size
 
 
@@ -101,22 +101,22 @@ def test_a_share_may_be_part_of_the_whole(pool: WorkerPool) -> None:
         assert pool.run(size, share_inside_whole) == [True] * size
 
 
-def many_under_way() -> bool:
-    """Each rank is late at another moment; sums of one kind overtake gathers of the other."""
+def many_in_flight() -> bool:
+    """Each rank is late at a different moment; sums and gathers overtake each other."""
     mesh = Mesh([], CPU)
     group, rank, size = mesh.group("dp"), mesh.rank, mesh.world_size
-    under_way: list[Any] = []
+    in_flight: list[Any] = []
     for number in range(20):
         whole = torch.full((4 * size,), float(10**rank) * (number + 1), dtype=torch.float64)
         gathered = torch.zeros(2 * size, dtype=torch.float64)
         gathered[2 * rank : 2 * rank + 2] = rank + 10 * number
         pending = collectives.all_reduce(whole, group), collectives.all_gather(gathered, group)
-        under_way.append((number, whole, gathered, pending))
+        in_flight.append((number, whole, gathered, pending))
         if number % size == rank:
             time.sleep(0.02)
         if number % 3 == 2:
-            collectives.advance([reduce for _, _, _, (reduce, _) in under_way])
-    for number, whole, gathered, (reduce, gather) in under_way:
+            collectives.advance([reduce for _, _, _, (reduce, _) in in_flight])
+    for number, whole, gathered, (reduce, gather) in in_flight:
         gather.wait()
         reduce.wait()
         assert torch.equal(whole, torch.full_like(whole, (number + 1) * float("1" * size)))
@@ -125,21 +125,21 @@ def many_under_way() -> bool:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_twenty_under_way_at_once_with_late_ranks_do_not_mix(pool: WorkerPool, size: int) -> None:
-    assert pool.run(size, many_under_way, timeout_s=60) == [True] * size
+def test_twenty_collectives_in_flight_with_late_ranks_do_not_mix(pool: WorkerPool, size: int) -> None:
+    assert pool.run(size, many_in_flight, timeout_s=60) == [True] * size
 
 
 def overtaking() -> bool:
-    """Each rank lets its sums go on to their second half at moments of its own, between the first halves of others."""
+    """Each rank starts the second halves at moments of its own, between the first halves of other all-reduces."""
     mesh = Mesh([], CPU)
-    under_way: list[Any] = []
+    in_flight: list[Any] = []
     with mock.patch.object(collectives, "ONE_ROUND_BYTES", 0):
         for number in range(20):
             whole = torch.full((4 * mesh.world_size,), float(10**mesh.rank) * (number + 1), dtype=torch.float64)
-            under_way.append((whole, collectives.all_reduce(whole, mesh.group("dp"))))
+            in_flight.append((whole, collectives.all_reduce(whole, mesh.group("dp"))))
             if (number + mesh.rank) % 3 == 0:
-                collectives.advance([pending for _, pending in under_way])
-        for number, (whole, pending) in enumerate(under_way):
+                collectives.advance([pending for _, pending in in_flight])
+        for number, (whole, pending) in enumerate(in_flight):
             pending.wait()
             assert torch.equal(whole, torch.full_like(whole, (number + 1) * float("1" * mesh.world_size)))
     return True
@@ -151,16 +151,16 @@ def test_second_halves_may_come_between_other_first_halves_on_every_rank(pool: W
 
 
 def along_an_axis() -> tuple[list[float], list[float]]:
-    mesh = Mesh([Axis("tp", 2, 100)], CPU)
+    mesh = Mesh([Axis("tp", 2, 100, "nothing")], CPU)
     along_dp, along_tp = (torch.full((2,), 10.0**mesh.rank) for _ in range(2))
     pending = collectives.all_reduce(along_dp, mesh.group("dp")), collectives.all_reduce(along_tp, mesh.group("tp"))
-    for one in pending:
-        one.wait()
+    for collective in pending:
+        collective.wait()
     return along_dp.tolist(), along_tp.tolist()
 
 
 def test_ranks_are_counted_inside_their_group(pool: WorkerPool) -> None:
-    """Ranks 0 and 2 are neighbours along dp: their numbers in the group are not those in the world."""
+    """Ranks 0 and 2 are neighbours along dp: ranks in the group differ from ranks in the world."""
     dp, tp = {0: 101.0, 1: 1010.0}, {0: 11.0, 1: 1100.0}
     for rank, answer in enumerate(pool.run(4, along_an_axis)):
         assert answer == ([dp[rank % 2]] * 2, [tp[rank // 2]] * 2)
@@ -186,7 +186,7 @@ def test_every_rank_gets_the_same_bits_every_time(pool: WorkerPool) -> None:
 
 def small_addends() -> float:
     mesh = Mesh([], CPU)
-    value = 256.0 if mesh.rank == 0 else 0.75  # in bf16, 256 + 0.75 is 256: added one by one nothing would be left
+    value = 256.0 if mesh.rank == 0 else 0.75  # in bf16, 256 + 0.75 is 256: a sum in bf16 would lose all three addends
     whole = torch.full((4 * mesh.world_size,), value, dtype=torch.bfloat16)
     collectives.all_reduce(whole, mesh.group("dp")).wait()
     return float(whole[0])
@@ -215,7 +215,7 @@ def test_an_all_reduce_takes_any_length_whether_it_divides_or_not(pool: WorkerPo
 
 
 def large_and_small() -> bool:
-    """Two ranks go in one round where that is little, in two where it is much: with the same result."""
+    """Two ranks take one round for small buckets and two rounds for large ones; both give the same result."""
     mesh = Mesh([], CPU)
     for limit in (0, 2**23):
         with mock.patch.object(collectives, "ONE_ROUND_BYTES", limit):
@@ -232,7 +232,7 @@ def test_two_ranks_get_the_same_bits_in_one_round_or_two(pool: WorkerPool) -> No
 
 
 class Slow:
-    """Gloo's work, and when it was waited for."""
+    """Wraps gloo's work and counts the waits."""
 
     waited = 0
 
@@ -254,5 +254,5 @@ def waits_before_wait() -> tuple[int, int]:
     return started, Slow.waited
 
 
-def test_starting_waits_for_nothing_and_waiting_for_every_send_and_receive(pool: WorkerPool) -> None:
+def test_starting_does_not_wait_and_waiting_covers_every_send_and_receive(pool: WorkerPool) -> None:
     assert pool.run(4, waits_before_wait) == [(0, 6)] * 4

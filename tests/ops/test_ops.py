@@ -1,4 +1,4 @@
-"""The operations against their textbook forms: values, gradients, what they save, and the edges."""
+"""The operations against their textbook forms: values, gradients, saved tensors, and edge cases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from femto_ops.functions import rms_norm, swiglu
 from femto_ops.memory import LiveBytes
 
 EPS = 1e-5
-# Bounds on max |got - want| / max |want|: some ulps of fp32; two roundings of bf16 (2^-8 each) apart.
+# Bounds on max |got - want| / max |want|: a few ulps of fp32, two roundings of bf16 (2^-8 each).
 BOUND = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 2**-7}
 
 
@@ -140,7 +140,7 @@ def test_non_contiguous_inputs_and_gradients() -> None:
                 lambda h, w: textbook_loss(h, w, targets), hidden, weight)  # fmt: skip
 
 
-def test_nothing_in_gives_nothing_out() -> None:
+def test_no_rows_give_no_output_and_zero_gradients() -> None:
     x, weight = randn(0, 8), randn(8)
     backward(rms_norm(x, weight, EPS).sum())
     backward(swiglu(x, x).sum())
@@ -152,7 +152,7 @@ def test_nothing_in_gives_nothing_out() -> None:
         assert not parameter.grad.any()
 
 
-def test_no_row_counts_gives_zero_and_no_nan() -> None:
+def test_if_all_rows_are_ignored_the_loss_is_zero_and_not_nan() -> None:
     hidden, weight, targets = head_case()
     loss = linear_cross_entropy(hidden, weight, targets.fill_(-100))
     backward(loss)
@@ -163,7 +163,7 @@ def test_no_row_counts_gives_zero_and_no_nan() -> None:
     assert not weight.grad.any()
 
 
-def test_a_row_left_out_may_hold_nan_and_still_adds_exactly_nothing() -> None:
+def test_an_ignored_row_may_hold_nan_and_adds_exactly_nothing() -> None:
     hidden, weight, targets = head_case()
     kept = targets != targets[0]
     rows = torch.where(kept.unsqueeze(1), hidden, torch.nan).detach().requires_grad_()
@@ -196,7 +196,7 @@ def test_shapes_that_do_not_fit_raise() -> None:
         linear_cross_entropy(hidden, weight, targets[:6])
     with pytest.raises(ValueError, match="chunk = 0"):
         linear_cross_entropy(hidden, weight, targets, chunk=0)
-    with pytest.raises(ValueError, match="one shape and dtype"):
+    with pytest.raises(ValueError, match="the same shape and dtype"):
         swiglu(randn(3, 4), randn(1, 4))
 
 
@@ -232,7 +232,7 @@ def test_the_head_saves_its_gradients_and_no_logits(chunk: int | None, weight_by
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_for_few_rows_the_logits_gradient_is_kept_in_place_of_the_weights(
+def test_for_few_rows_the_logits_gradient_is_saved_instead_of_the_weights(
     dtype: torch.dtype, chunk: int | None
 ) -> None:
     hidden, weight, targets = head_case(9, 64, 200, dtype)
@@ -248,7 +248,7 @@ def test_for_few_rows_the_logits_gradient_is_kept_in_place_of_the_weights(
     assert_same(with_loss_of, lambda h, w: textbook_loss(h, w, targets), hidden, weight)
 
 
-def test_few_rows_of_a_long_vocabulary_take_less_than_their_weights_gradient() -> None:
+def test_few_rows_of_a_long_vocabulary_take_less_memory_than_the_weights_gradient() -> None:
     hidden, weight, targets = head_case(8, 256, 4096, torch.bfloat16)
     with LiveBytes(torch.device("cpu")) as live:
         loss = linear_cross_entropy(hidden, weight, targets)
@@ -274,7 +274,7 @@ def test_the_head_computes_only_the_gradients_that_are_needed() -> None:
     assert saved == []
 
 
-def test_backward_twice_through_a_kept_graph_gives_the_same_twice() -> None:
+def test_backward_twice_through_a_retained_graph_gives_the_same_gradients() -> None:
     hidden, weight, targets = head_case()
     loss = linear_cross_entropy(hidden, weight, targets) * 0.5
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
@@ -287,12 +287,12 @@ def test_the_scale_of_a_bf16_gradient_is_not_rounded_to_bf16() -> None:
     loss = linear_cross_entropy(hidden, weight, targets)
     (unit,) = torch.autograd.grad(loss, weight, retain_graph=True)
     (scaled,) = torch.autograd.grad(loss / 300, weight)
-    # 1 / 300 in bf16 is 0.2 % off; the roundings of 800 entries average out.
+    # 1 / 300 in bf16 is off by 0.2 %; the roundings of 800 entries average out.
     ratio = (scaled.double() * unit.double()).sum() / unit.double().square().sum()
     assert float(ratio) * 300 == pytest.approx(1, abs=5e-4)
 
 
-def test_checkpointing_changes_no_gradient_and_keeps_nothing_but_inputs() -> None:
+def test_checkpointing_changes_no_gradient_and_saves_inputs_only() -> None:
     x, norm, head, targets = randn(6, 8), randn(8, seed=1), randn(12, 8, seed=2), torch.arange(6)
 
     def block(x: Tensor) -> Tensor:

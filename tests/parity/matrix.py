@@ -13,10 +13,10 @@ from unittest import mock
 import attrs
 import torch
 
-from femto_core.testing import RandomTask, Record, make_trainer, record_training
 from femto_core.trainer import Trainer
 from femto_ops import collectives
-from femto_report.verify import BOUND, compare
+from femto_tools.testing import RandomTask, Record, make_trainer, record_training
+from femto_tools.verify import BOUND, compare
 
 Values = dict[str, dict[str, Any]]
 AXES: dict[str, tuple[Any, ...]] = {
@@ -187,7 +187,7 @@ def one_bucket_not_summed(trainer: Trainer) -> Iterator[None]:
 @contextlib.contextmanager
 def one_norm_counted_twice(trainer: Trainer) -> Iterator[None]:
     """Both tensor parallel ranks count the gradient of a weight that both have."""
-    groups: Any = trainer.groups
+    groups: Any = trainer.shares
     for place, group in enumerate(groups):
         if group.name.endswith("input_layernorm.weight"):
             groups[place] = attrs.evolve(group, layout=attrs.evolve(group.layout, replicated=frozenset()))

@@ -14,16 +14,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from femto_core.batch import IGNORE_INDEX, Batch
+from femto_core.data import DistributedDataLoader
 from femto_core.hookspecs import hookimpl
-from femto_core.loss import Loss
+from femto_core.loss import BatchLoss
 from femto_core.mesh import Mesh
 from femto_core.model import Stage
 from femto_core.optim import LRSchedule
-from femto_core.precision import MixedPrecisionManager, ParamGroup
+from femto_core.precision import ParamShare, Precision
+from femto_core.replicated import AllReduce, Replicated
 from femto_core.schedule import Schedule, Sequential
-from femto_core.sharding import Replicated, ShardingStrategy
-from femto_core.sync import AllReduce, GradientSynchronizer
-from femto_core.testing import (
+from femto_core.sharding import ShardingStrategy
+from femto_tools.testing import (
     TINY,
     RandomRows,
     RandomTask,
@@ -34,7 +35,7 @@ from femto_core.testing import (
     train_job,
     worst_difference,
 )
-from femto_core.workers import WorkerFailedError
+from femto_tools.workers import WorkerFailedError
 
 BOUND = 1e-9
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -181,7 +182,7 @@ def test_one_process_trains_as_a_textbook_loop_does(pool: WorkerPool, family: st
 def textbook_job(values: Values, task: RandomTask) -> float:
     trainer = make_trainer(values, (), {"random_task": task})
     config = trainer.config
-    weights = {group.name: group.master.detach().clone() for group in trainer.groups}
+    weights = {share.name: share.master.detach().clone() for share in trainer.shares}
     plain = plain_model(trainer.stage, weights)
     named = dict(plain.named_parameters())
     decayed = [p for p in named.values() if p.dim() > 1]
@@ -192,8 +193,10 @@ def textbook_job(values: Values, task: RandomTask) -> float:
         eps=config.optim.eps,
     )
     losses, norms = [], []
+    assert isinstance(trainer.loader, DistributedDataLoader)
+    sampler = trainer.loader.sampler
     for step in range(config.train.steps):
-        rows = [trainer.dataset[i] for i in trainer.loader.sampler.global_rows(step)]
+        rows = [trainer.dataset[i] for i in sampler.global_rows(step)]
         loss = textbook_loss(plain, rows)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -212,7 +215,7 @@ def textbook_job(values: Values, task: RandomTask) -> float:
         losses=[info.loss for info in infos],
         norms=[info.grad_norm for info in infos],
         gradients=[],
-        weights={group.name: group.master.detach() for group in trainer.groups},
+        weights={share.name: share.master.detach() for share in trainer.shares},
     )
     return worst_difference(one, ours)
 
@@ -241,8 +244,9 @@ def textbook_loss(plain: Any, rows: Sequence[Batch]) -> torch.Tensor:
     """Mean over all valid targets, each document alone, from position 0."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row in rows:
-        for number in range(int(row.document_ids.max()) + 1):
-            inside = row.document_ids[0] == number
+        document_ids = (row.position_ids[0] == 0).cumsum(dim=0) - 1
+        for number in range(int(document_ids.max()) + 1):
+            inside = document_ids == number
             targets = row.targets[0][inside]
             logits = plain(row.input_ids[:, inside]).logits[0]
             if (targets != IGNORE_INDEX).any():
@@ -276,12 +280,19 @@ def is_seen(pool: WorkerPool, one: Record, task: RandomTask) -> bool:
         return True
 
 
+def summing(mesh: Mesh, sums: AllReduce) -> ShardingStrategy:
+    """Return the default strategy with another way to sum."""
+    strategy = Replicated(mesh, 25.0)
+    strategy._gradients = sums
+    return strategy
+
+
 class Faulty(RandomTask):
     """A base of faults, with nothing wrong yet."""
 
     @hookimpl
-    def femto_grad_sync(self, mesh: Mesh) -> GradientSynchronizer:
-        return AllReduce(mesh, bucket_mib=25.0)
+    def femto_sharding(self, mesh: Mesh) -> ShardingStrategy:
+        return summing(mesh, AllReduce(mesh, bucket_mib=25.0))
 
 
 @attrs.frozen
@@ -304,70 +315,70 @@ class SomeParameters:
 
 @attrs.frozen
 class SkipsAParameter(RandomTask):
-    """A synchroniser that never heard of one parameter."""
+    """Sums that leave out one parameter."""
 
     hidden: str = ""
 
     @hookimpl
-    def femto_grad_sync(self, mesh: Mesh) -> GradientSynchronizer:
+    def femto_sharding(self, mesh: Mesh) -> ShardingStrategy:
         hidden = self.hidden
 
         class Forgetful(AllReduce):
-            def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
+            def attach(self, stage: Stage, precision: Precision) -> None:
                 super().attach(cast("Stage", SomeParameters(stage, hidden)), precision)
 
-        return Forgetful(mesh, 25.0)
+        return summing(mesh, Forgetful(mesh, 25.0))
 
 
 class AveragesRanks(RandomTask):
     """Gradients are averaged; AdamW hides the factor from the weights, so only gradients and norms can show it."""
 
     @hookimpl
-    def femto_grad_sync(self, mesh: Mesh) -> GradientSynchronizer:
+    def femto_sharding(self, mesh: Mesh) -> ShardingStrategy:
         class Mean(AllReduce):
-            def sync_gradients(self) -> None:
-                super().sync_gradients()
+            def finish(self) -> None:
+                super().finish()
                 for bucket in self._collector.buckets:
                     bucket.flat.div_(mesh.world_size)
 
-        return Mean(mesh, 25.0)
+        return summing(mesh, Mean(mesh, 25.0))
 
 
 class SyncsEveryMicroBatch(RandomTask):
     """What has been summed already is summed again with the next micro-batch."""
 
     @hookimpl
-    def femto_grad_sync(self, mesh: Mesh) -> GradientSynchronizer:
+    def femto_sharding(self, mesh: Mesh) -> ShardingStrategy:
         class Eager(AllReduce):
-            def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
+            def attach(self, stage: Stage, precision: Precision) -> None:
                 super().attach(stage, precision)
                 self.counts = 0
 
             @contextlib.contextmanager
-            def no_sync(self, *, complete: bool = True) -> Iterator[None]:
+            def no_sync(self) -> Iterator[None]:
                 with super().no_sync():
                     yield
                 for bucket in self._collector.buckets:
                     mesh.sum(bucket.flat, "dp")
 
-        return Eager(mesh, 25.0)
+        return summing(mesh, Eager(mesh, 25.0))
 
 
 class LosesLateSteps(RandomTask):
     """Synchronises four steps and then no more."""
 
     @hookimpl
-    def femto_grad_sync(self, mesh: Mesh) -> GradientSynchronizer:
+    def femto_sharding(self, mesh: Mesh) -> ShardingStrategy:
         class Tiring(AllReduce):
             steps = 0
 
-            def sync_gradients(self) -> None:
-                super().sync_gradients()
+            def finish(self) -> None:
+                super().finish()
                 self.steps += 1
                 if self.steps == 4:
                     self.close()
 
-        return Tiring(mesh, 25.0)
+        return summing(mesh, Tiring(mesh, 25.0))
 
 
 class ScheduleFault(RandomTask):
@@ -386,16 +397,16 @@ class ScheduleFault(RandomTask):
                 self,
                 stage: Stage,
                 micro_batches: Sequence[Batch],
-                loss: Loss,
+                loss: BatchLoss,
                 scale: torch.Tensor,
-                grad_sync: GradientSynchronizer,
+                sharding: ShardingStrategy,
             ) -> torch.Tensor:
-                return super().run(stage, *self._changed(micro_batches, loss, scale), grad_sync)
+                return super().run(stage, *self._changed(micro_batches, loss, scale), sharding)
 
             @staticmethod
             def _changed(
-                micro_batches: Sequence[Batch], loss: Loss, scale: torch.Tensor
-            ) -> tuple[Sequence[Batch], Loss, torch.Tensor]:
+                micro_batches: Sequence[Batch], loss: BatchLoss, scale: torch.Tensor
+            ) -> tuple[Sequence[Batch], BatchLoss, torch.Tensor]:
                 changed, other_scale = tamper(micro_batches, scale)
                 return changed, loss, other_scale
 
@@ -434,11 +445,11 @@ class CountsReplicasTwice(RandomTask):
     @hookimpl
     def femto_sharding(self, mesh: Mesh) -> ShardingStrategy:
         class Silent(Replicated):
-            def make_master(self, stage: Stage, precision: MixedPrecisionManager) -> list[ParamGroup]:
-                groups = super().make_master(stage, precision)
-                return [attrs.evolve(g, layout=attrs.evolve(g.layout, replicated=frozenset())) for g in groups]
+            def allocate(self, stage: Stage, precision: Precision) -> list[ParamShare]:
+                shares = super().allocate(stage, precision)
+                return [attrs.evolve(s, layout=attrs.evolve(s.layout, replicated=frozenset())) for s in shares]
 
-        return Silent(mesh.device)
+        return Silent(mesh, 25.0)
 
 
 class SchedulesOneStepLate(RandomTask):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 import pytest
 
-from femto_core.testing import Record, WorkerPool, assemble, train_job
+from femto_tools.testing import Record, WorkerPool, assemble, train_job
 from tests.parity.matrix import (
     AXES,
     TOGETHER,
@@ -28,13 +28,6 @@ from tests.parity.matrix import (
 CASES = covering_cases()
 SMALL = [case for case in CASES if case.ranks <= 4]
 LARGE = [case for case in CASES if case.ranks == 8]
-
-
-@pytest.fixture(scope="module")
-def large_pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(8)
-    yield workers
-    workers.close()
 
 
 @pytest.fixture(scope="module")

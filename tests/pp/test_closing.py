@@ -1,4 +1,4 @@
-"""How pipelines end: a hundred of them leave nothing behind, and a stage that fails ends the others within seconds."""
+"""The end of pipelines: closed ones leave nothing behind, and a rank that fails ends the others within seconds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from femto_core.testing import WorkerPool, make_trainer
+from femto_tools.testing import WorkerPool, make_trainer
 from tests.cli.commands import TINY_FLAGS, femto, install_plugin
 from tests.cli.conftest import dataset as dataset
-from tests.core.test_sync import tensor_bytes
+from tests.core.test_replicated import tensor_bytes
 from tests.pp.tasks import Values, merged, pipeline
 from tests.zero.test_closing import hooks_left
 
@@ -48,7 +48,7 @@ def build_and_close(values: Values, builds: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("builds", [15, pytest.param(100, marks=pytest.mark.slow)])
 def test_many_pipelines_leave_no_hook_no_tensor_and_no_thread_of_their_own(pool: WorkerPool, builds: int) -> None:
-    """What torch keeps of process groups, which it has no say over, grows with them: by as much a build, no more."""
+    """torch never frees all resources of a process group, so threads and files may grow in proportion to the groups."""
     try:
         for seen in pool.run(2, build_and_close, merged(SMALL, pipeline("1f1b")), builds, timeout_s=300):
             assert seen["hooks"] == seen["alive"] == 0
@@ -60,7 +60,7 @@ def test_many_pipelines_leave_no_hook_no_tensor_and_no_thread_of_their_own(pool:
                 early, late = seen[what]
                 assert late - early <= 16 * per_build * (builds - EARLY), (what, seen)
     finally:
-        pool.close()  # hundreds of groups: the next test starts with workers of its own
+        pool.close()  # after hundreds of groups, the next test starts with fresh workers
 
 
 FAILS = """
@@ -75,7 +75,7 @@ class Breaks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        raise ArithmeticError("stage one has had enough")
+        raise ArithmeticError("rank one has failed")
 
 calls = 0
 
@@ -88,7 +88,7 @@ def femto_wrap_layer(name, layer):
         if os.environ["RANK"] != "1" or calls != 6:
             return forward(hidden, **others)
         if WHERE == "forward":
-            raise ArithmeticError("stage one has had enough")
+            raise ArithmeticError("rank one has failed")
         return Breaks.apply(forward(hidden, **others))
     layer.forward = failing
 """
@@ -96,21 +96,21 @@ FLAGS = (*TINY_FLAGS, "--model.layers", "3", "--data.micro-batch", "1")
 
 
 @pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
-def test_a_stage_that_raises_mid_step_ends_all_within_seconds(dataset: Path, tmp_path: Path, where: str) -> None:
+def test_a_rank_that_raises_mid_step_ends_all_within_seconds(dataset: Path, tmp_path: Path, where: str) -> None:
     environment = install_plugin(tmp_path / "site", "fails", FAILS.replace("WHERE", repr(where)))
     start = time.monotonic()
     flags = [*FLAGS, "--data.path", str(dataset), "--plugins", "pp,fails", "--pp.size", "3", "--pp.schedule", "zb"]
     done = femto(flags, tmp_path, environment, processes=3)
     assert done.code != 0
     assert "[rank 1] Traceback" in done.err
-    assert "ArithmeticError: stage one has had enough" in done.err
+    assert "ArithmeticError: rank one has failed" in done.err
     assert "[rank 0] Traceback" not in done.err
     assert "[rank 2] Traceback" not in done.err
     assert time.monotonic() - start < 90, "start-up included"
 
 
 @pytest.mark.slow
-def test_the_command_line_trains_and_records_the_last_stage_s_loss_on_rank_0(dataset: Path, tmp_path: Path) -> None:
+def test_the_command_line_trains_and_records_the_last_rank_s_loss_on_rank_0(dataset: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, "--data.path", str(dataset), "--eval.every", "2", "--checkpoint.every", "2"]
     assert femto([*flags, "--run.name", "one"], tmp_path).code == 0
     more = ["--plugins", "pp", "--pp.size", "2", "--pp.schedule", "interleaved", "--pp.layers", "0,2,1,0"]

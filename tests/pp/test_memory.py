@@ -1,4 +1,4 @@
-"""Memory follows the schedule: activations in flight, outputs gone once sent, ZeRO-3's units whole once at most."""
+"""Memory follows the schedule: activations in flight, outputs freed once sent, ZeRO-3's units unsharded once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from femto_core.model import Stage
-from femto_core.testing import WorkerPool, make_trainer
 from femto_ops import collectives
 from femto_ops.memory import LiveBytes
 from femto_pp.actions import Backward, Compute, Forward
 from femto_pp.pipeline import Run
-from femto_pp.placement import Placement
+from femto_pp.placement import round_robin
 from femto_pp.simulate import play
+from femto_tools.testing import WorkerPool, make_trainer
 from femto_zero.sharded import ShardedWeights
 from femto_zero.units import Unit
 from tests.pp.tasks import NAMES, Values, merged, pipeline, pipeline_of
@@ -34,17 +34,17 @@ WIDE: Values = {
 
 @attrs.frozen
 class Measured:
-    """Live bytes of one step, above those before it."""
+    """Live bytes of one step, in excess of those before it."""
 
     peak: int
     after: int
     """At the end of the step."""
     forwards: dict[str, int]
-    """What a forward left, by chunk; on a step of one micro-batch."""
+    """Chunk -> the bytes that its last forward left alive."""
     halves: dict[str, int]
-    """What was left between the two halves of a backward."""
+    """Chunk -> the live bytes after its last `Backward`."""
     outputs: int
-    """The most outputs of this rank that were alive at a time at the end of a forward, besides the one just made."""
+    """The most earlier outputs of this rank that were alive when a forward began."""
 
 
 def measure(values: Values, plugins: tuple[str, ...] = ()) -> Measured:
@@ -81,11 +81,10 @@ def measure(values: Values, plugins: tuple[str, ...] = ()) -> Measured:
         scale = torch.ones((), dtype=torch.float64)
         base = counter.live()
         counter.take_peak()
-        executor.run(trainer.stage, micro_batches, trainer.loss, scale, trainer.grad_sync)
+        executor.run(trainer.stage, micro_batches, trainer.loss, scale, trainer.sharding)
         peak = counter.take_peak() - base
-        trainer.grad_sync.sync_gradients()
-        trainer.sharding.reduce_grads()
-        trainer.precision.zero_grad(trainer.groups)
+        trainer.sharding.finish_gradients()
+        trainer.precision.zero_grad(trainer.shares)
         trainer.sharding.post_step()
         after = counter.live() - base
         trainer.close()
@@ -98,7 +97,7 @@ def micro_batches(count: int) -> Values:
 
 @pytest.fixture(scope="module")
 def measured(pool: WorkerPool) -> dict[tuple[str, int], list[Measured]]:
-    """By schedule and number of micro-batches, on two ranks."""
+    """(schedule, number of micro-batches) -> the measurements of two ranks."""
     return {
         (name, m): pool.run(2, measure, merged(WIDE, pipeline(name), micro_batches(m)))
         for name in NAMES
@@ -108,16 +107,16 @@ def measured(pool: WorkerPool) -> dict[tuple[str, int], list[Measured]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_live_bytes_follow_the_simulator_s_figure(measured: dict[tuple[str, int], list[Measured]], name: str) -> None:
-    """In flight: as many forwards' worth as the simulator says, and what one forward and backward work with."""
+    """The peak is the simulator's number of forwards in flight, plus the working memory of one forward and backward."""
     chunks = 2 if name == "interleaved" else 1
     for rank in range(2):
         one, many = measured[name, 1][rank], measured[name, 6][rank]
         activations = max(one.forwards.values())
-        in_flight = play(name, 6, Placement(2, chunks)).in_flight(rank)
-        alone = play(name, 1, Placement(2, chunks)).in_flight(rank)
+        in_flight = play(name, 6, round_robin(2, chunks)).in_flight(rank)
+        alone = play(name, 1, round_robin(2, chunks)).in_flight(rank)
         assert many.peak <= one.peak + (in_flight - alone) * activations + 0.5 * activations, (rank, one, many)
         least = min(one.forwards.values())
-        assert many.peak >= one.peak + (in_flight - alone - 1.5) * least, "else the figure would say nothing"
+        assert many.peak >= one.peak + (in_flight - alone - 1.5) * least, "else the upper bound would prove nothing"
 
 
 def test_1f1b_needs_no_more_for_more_micro_batches_and_gpipe_does(
@@ -133,14 +132,14 @@ def test_1f1b_needs_no_more_for_more_micro_batches_and_gpipe_does(
 def test_nothing_is_left_after_a_step(measured: dict[tuple[str, int], list[Measured]], name: str) -> None:
     for m in (1, 6):
         for rank in range(2):
-            assert abs(measured[name, m][rank].after) < 4096, "the hidden states of one micro-batch have as many bytes"
+            assert abs(measured[name, m][rank].after) < 4096, "the bytes of one micro-batch's hidden states"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_between_the_halves_of_a_backward_only_its_linear_layers_inputs_and_gradients_are_kept(
     measured: dict[tuple[str, int], list[Measured]], name: str
 ) -> None:
-    """Of a backward that is whole, nothing but weight gradients is left."""
+    """A backward that is not split leaves only weight gradients."""
     weights = 4 * (2 * (32 * (32 + 32) + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32 * 32 + 32)
     for rank in range(2):
         one = measured[name, 1][rank]
@@ -153,7 +152,7 @@ def test_between_the_halves_of_a_backward_only_its_linear_layers_inputs_and_grad
 
 
 def sent_outputs(values: Values) -> tuple[int, int]:
-    """Of rank 0's outputs, with all forwards done and all sent: how many there were, and how many are alive."""
+    """Return how many outputs rank 0 made, and how many are alive after all forwards are done and all outputs sent."""
     trainer = make_trainer(values, ("pp",))
     executor = pipeline_of(trainer)
     forward, compute = trainer.stage.forward, executor._compute
@@ -168,7 +167,7 @@ def sent_outputs(values: Values) -> tuple[int, int]:
     def watched(stage: Stage, run: Run, action: Compute) -> None:
         if isinstance(action, Backward) and not alive and trainer.mesh.rank == 0:
             executor._links.drain()
-            deadline = time.monotonic() + 5  # the thread that waited for the last one may yet have to let go of it
+            deadline = time.monotonic() + 5  # the waiting thread may still hold the last output
             while any(ref() is not None for ref in made) and time.monotonic() < deadline:
                 time.sleep(0.01)
             alive.append(sum(ref() is not None for ref in made))
@@ -190,18 +189,18 @@ def test_outputs_are_gone_once_they_are_sent_though_their_backward_is_yet_to_com
 
 @attrs.frozen
 class Gathers:
-    """What stage 3 did in one step, on one rank."""
+    """The work of ZeRO-3 in one step, on one rank."""
 
     gathers: dict[str, int]
-    """All-gathers of each unit."""
+    """Unit -> its all-gathers."""
     most_whole: int
-    """The most units that were whole at a time."""
+    """The most units that were unsharded at a time."""
     whole_bytes: list[int]
-    """Bytes of each unit's vectors, when they were there."""
+    """The sizes of unsharded vectors' storages, in bytes beyond the vectors' own."""
     reduced: int
-    """Reduce-scatters started."""
+    """The number of reduce-scatters."""
     peak: int
-    """Live bytes above those before the step."""
+    """Peak live bytes, in excess of those before the step."""
     units: int
 
 
@@ -254,13 +253,13 @@ def gathers_of(pool: WorkerPool, name: str, m: int = M) -> list[Gathers]:
 
 @pytest.fixture(scope="module")
 def gathered(pool: WorkerPool) -> dict[str, list[Gathers]]:
-    """By schedule, on two pipelines of two ranks; the first rank of each stage."""
+    """Schedule -> the counts of one pipeline's ranks, for two pipelines of two ranks each."""
     return {name: gathers_of(pool, name)[::2] for name in NAMES}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stage_3_gathers_as_often_as_the_readme_says(gathered: dict[str, list[Gathers]], name: str) -> None:
-    """Twice a micro-batch; once the embedding, and a rank's last unit, which waits for its backward."""
+    """Two gathers per micro-batch; one for the embedding and for a rank's last unit, which stays until its backward."""
     for rank, seen in enumerate(gathered[name]):
         names = list(seen.gathers)
         assert len(names) == seen.units
@@ -278,8 +277,8 @@ def test_an_embedding_that_is_cut_by_its_vocabulary_is_gathered_once_too(pool: W
 @pytest.mark.parametrize("name", NAMES)
 def test_a_unit_of_stage_3_is_whole_once_at_most(gathered: dict[str, list[Gathers]], name: str) -> None:
     for seen in gathered[name]:
-        assert seen.whole_bytes == [0], "a vector that is there has its bytes once"
-        assert seen.most_whole <= 3, "one that computes, one ahead, the last that stays"
+        assert seen.whole_bytes == [0], "an unsharded vector exists once"
+        assert seen.most_whole <= 3, "the unit that computes, the prefetched one, and the last one, which stays"
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb"])
@@ -293,7 +292,7 @@ def test_stage_3_needs_no_more_for_more_micro_batches(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_how_often_stage_3_reduces(gathered: dict[str, list[Gathers]], name: str) -> None:
-    """Once a unit and micro-batch; a rank with several chunks does so for all of them after each (README)."""
+    """Once per unit and micro-batch; a rank with several chunks reduces all of them after each chunk (README)."""
     for seen in gathered[name]:
         chunks = 2 if name == "interleaved" else 1
         assert seen.reduced == chunks * M * seen.units

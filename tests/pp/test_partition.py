@@ -1,4 +1,4 @@
-"""Which layers a stage has: all of them once, nobody empty-handed unless asked, and a sentence for what cannot be."""
+"""Partitions: each layer in one chunk, no chunk empty unless asked for, a sentence for settings that are impossible."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from femto_core import hookspecs
 from femto_core.config import config_class, make_config
 from femto_core.errors import UserError
 from femto_core.hooks import Hooks
 from femto_core.plugins import activate
-from femto_core.testing import WorkerPool
-from femto_pp.partition import balanced_layers, describe, divide, even_layers, head_cost
+from femto_pp.partition import balanced_layers, divide, even_layers, head_cost
+from femto_tools.testing import WorkerPool
 from tests.pp.tasks import Values, attempt, merged, pipeline
 
 quick = settings(max_examples=60, deadline=None)
 
 
 class Config:
-    """What partitions ask of a transformers config."""
+    """The entries of a transformers config that partitions read."""
 
     def __init__(self, layers: int, **changes: int) -> None:
         self.num_hidden_layers = layers
@@ -30,14 +31,14 @@ class Config:
         vars(self).update(changes)
 
 
-def counts(layers: int, stages: int, how: str = "even", **changes: int) -> list[int]:
-    ranges = divide(Config(layers, **changes), stages, how)
+def counts(layers: int, chunks: int, how: str = "even", **changes: int) -> list[int]:
+    ranges = divide(Config(layers, **changes), chunks, how)
     assert [i for r in ranges for i in r] == list(range(layers)), "every layer once, in order"
     return [len(r) for r in ranges]
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "wanted"),
+    ("layers", "chunks", "wanted"),
     [
         (30, 4, [8, 8, 7, 7]),
         (10, 3, [4, 3, 3]),
@@ -46,19 +47,19 @@ def counts(layers: int, stages: int, how: str = "even", **changes: int) -> list[
         (5, 1, [5]),
     ],
 )
-def test_even_stages_differ_by_one_layer_at_most(layers: int, stages: int, wanted: list[int]) -> None:
-    assert counts(layers, stages) == even_layers(layers, stages) == wanted
+def test_even_chunks_differ_by_one_layer_at_most(layers: int, chunks: int, wanted: list[int]) -> None:
+    assert counts(layers, chunks) == even_layers(layers, chunks) == wanted
 
 
-@given(layers=st.integers(1, 64), stages=st.integers(1, 16), how=st.sampled_from(["even", "balanced"]))
+@given(layers=st.integers(1, 64), chunks=st.integers(1, 16), how=st.sampled_from(["even", "balanced"]))
 @quick
-def test_every_layer_is_placed_and_no_stage_is_empty_or_it_is_refused(layers: int, stages: int, how: str) -> None:
-    if stages > layers:
-        with pytest.raises(UserError, match=f"{layers} layers cannot be divided into {stages} pipeline stages"):
-            counts(layers, stages, how)
+def test_every_layer_is_placed_and_no_chunk_is_empty_or_it_is_refused(layers: int, chunks: int, how: str) -> None:
+    if chunks > layers:
+        with pytest.raises(UserError, match=f"{layers} layers cannot be divided into {chunks} pipeline chunks"):
+            counts(layers, chunks, how)
         return
-    found = counts(layers, stages, how)
-    assert len(found) == stages
+    found = counts(layers, chunks, how)
+    assert len(found) == chunks
     assert min(found) >= 1
     if how == "even":
         assert max(found) - min(found) <= 1
@@ -73,24 +74,24 @@ def slowest(found: list[int], first: float, last: float) -> float:
 
 @given(
     layers=st.integers(1, 9),
-    stages=st.integers(1, 4),
+    chunks=st.integers(1, 4),
     first=st.sampled_from([0.0, 0.5, 3.0]),
     last=st.sampled_from([0.0, 0.3, 1.0, 2.5, 20.0]),
 )
 @quick
-def test_balanced_is_as_good_as_the_best_of_all_divisions(layers: int, stages: int, first: float, last: float) -> None:
-    if stages > layers:
+def test_balanced_is_as_good_as_the_best_of_all_divisions(layers: int, chunks: int, first: float, last: float) -> None:
+    if chunks > layers:
         return
-    every = [c for c in itertools.product(range(1, layers + 1), repeat=stages) if sum(c) == layers]
+    every = [c for c in itertools.product(range(1, layers + 1), repeat=chunks) if sum(c) == layers]
     best = min(slowest(list(c), first, last) for c in every)
-    found = balanced_layers(layers, stages, first, last)
+    found = balanced_layers(layers, chunks, first, last)
     assert sum(found) == layers
     assert min(found) >= 1
     assert slowest(found, first, last) == pytest.approx(best)
 
 
 def test_balanced_counts_the_head() -> None:
-    """Llama-like: a head of 128000 rows costs more than two layers, so the last stage gets fewer."""
+    """Llama-like: a head of 128000 rows costs more than two layers, so the last chunk gets fewer."""
     wide = Config(32, hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8)
     wide.vocab_size = 128_000
     layer = 2048 * 64 * (32 + 32 + 8 + 8) + 3 * 2048 * 8192
@@ -113,27 +114,26 @@ def test_by_hand_and_empty_ends() -> None:
     assert counts(8, 4, "0,4,4,0") == [0, 4, 4, 0]
     assert counts(4, 2, "0,4") == [0, 4]
     assert counts(4, 2, "4,0") == [4, 0]
-    assert describe(divide(Config(8), 4, "0,4,4,0")) == "none, 0-3, 4-7, none"
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "said"),
+    ("layers", "chunks", "said"),
     [
-        ("3,3", 3, "pp.layers = '3,3' must be 3 numbers, one for each stage, that add up to 8 layers"),
+        ("3,3", 3, "pp.layers = '3,3' must be 3 numbers, one for each chunk, that add up to 8 layers"),
         ("3,3,3", 3, "add up to 8 layers"),
-        ("8,0,0", 3, "only the first and the last stage may have no layers"),
-        ("9,-1", 2, "cannot have fewer than no layers"),
+        ("8,0,0", 3, "only the first and the last chunk may have no layers"),
+        ("9,-1", 2, "cannot have a negative number of layers"),
         ("evn", 2, "pp.layers = 'evn' must be even, balanced, or numbers such as 3,3,2"),
         ("", 2, "must be even, balanced, or numbers"),
         ("4,,4", 2, "must be even, balanced, or numbers"),
         ("4.5,3.5", 2, "must be even, balanced, or numbers"),
-        ("even", 9, "8 layers cannot be divided into 9 pipeline stages"),
-        ("balanced", 9, "8 layers cannot be divided into 9 pipeline stages"),
+        ("even", 9, "8 layers cannot be divided into 9 pipeline chunks"),
+        ("balanced", 9, "8 layers cannot be divided into 9 pipeline chunks"),
     ],
 )
-def test_numbers_that_are_wrong_are_refused_in_a_sentence(layers: str, stages: int, said: str) -> None:
+def test_numbers_that_are_wrong_are_refused_in_a_sentence(layers: str, chunks: int, said: str) -> None:
     with pytest.raises(UserError) as refused:
-        divide(Config(8), stages, layers)
+        divide(Config(8), chunks, layers)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -144,7 +144,7 @@ def test_numbers_that_are_wrong_are_refused_in_a_sentence(layers: str, stages: i
 def refusal(plugins: tuple[str, ...], values: Values) -> str:
     hooks = Hooks(activate(plugins).manager)
     try:
-        hooks.validate(make_config(config_class(dict(hooks.config_section())), values, {}))
+        hooks.call(hookspecs.femto_validate, config=make_config(config_class(hooks.config_sections()), values, {}))
     except UserError as error:
         return str(error)
     return ""
@@ -184,16 +184,16 @@ def test_a_pp_section_without_its_plugin_is_refused() -> None:
     assert "\n" not in said
 
 
-# Settings that only the model or the number of processes shows to be wrong.
+# Settings that only the model or the number of processes proves wrong.
 
 
-def test_what_does_not_fit_model_or_world_is_refused_by_all_ranks_in_one_sentence(pool: WorkerPool) -> None:
+def test_settings_that_fit_neither_model_nor_world_are_refused_by_all_ranks_in_one_sentence(pool: WorkerPool) -> None:
     model: Values = {"model": {"layers": 4}}
     cases: list[tuple[int, Values, tuple[str, ...]]] = [
         (3, pipeline("1f1b", 2), ("3 processes cannot be laid out as pp 2", "--nproc-per-node")),
         (2, pipeline("1f1b", 4), ("2 processes cannot be laid out as pp 4",)),
         (2, merged(pipeline("1f1b"), {"model": {"layers": 1}}), ("1 layers cannot be divided into 2",)),
-        (4, pipeline("interleaved", 4), ("4 layers cannot be divided into 8 pipeline stages", "pp.layers")),
+        (4, pipeline("interleaved", 4), ("4 layers cannot be divided into 8 pipeline chunks", "pp.layers")),
         (2, pipeline("interleaved", layers="2,2"), ("must be 4 numbers",)),
         (2, pipeline("1f1b", layers="3,2"), ("add up to 4 layers",)),
     ]

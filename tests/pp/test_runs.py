@@ -1,4 +1,4 @@
-"""What is around the steps: evaluation, samples, loss on rank 0, checkpoints under any pipeline, export."""
+"""Everything around a pipeline's training steps: evaluation, samples, loss on rank 0, checkpoints, export."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from femto_checkpoint.export import ExportConfig, export
+from femto_checkpoint.export import export
+from femto_checkpoint.options import ExportConfig
 from femto_core.hookspecs import hookimpl
 from femto_core.model import FullModel
-from femto_core.testing import RandomTask, WorkerPool, make_trainer
 from femto_core.trainer import Trainer
 from femto_report.samples import continue_tokens
+from femto_tools.testing import RandomTask, WorkerPool, make_trainer
 from tests.pp.tasks import NAMES, ZERO, UnequalTask, Values, merged, pipeline
 
 SIX: Values = {
@@ -41,19 +42,19 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], Values]] = {
 
 @attrs.frozen
 class Seen:
-    """What a rank saw of a run."""
+    """The figures of a run on one rank."""
 
     numbers: list[tuple[float, float, float, int]]
-    """Loss, norm, learning rate and tokens of each step."""
+    """(loss, gradient norm, learning rate, tokens) of each step."""
     held_out: list[float]
     rows: list[list[int]]
-    """The first tokens of the first micro-batch's rows, step by step."""
+    """The first row of the first micro-batch of each step."""
     sample: list[int]
     counters: tuple[int, int, int]
 
 
 def go(layout: str, values: Values, first: int, last: int, save: bool, task: RandomTask) -> Seen:
-    """Train from step `first`, where a checkpoint should have brought the run, to `last`."""
+    """Train from step `first`, which the resumed run must have reached, to `last`, as a worker's job."""
     _, plugins, own = LAYOUTS[layout]
     trainer = make_trainer(merged(SIX, own, values), plugins, {"random_task": task})
     assert trainer.step == first
@@ -89,7 +90,7 @@ def run(
     task: RandomTask | None = None,
     **more: Mapping[str, Any],
 ) -> Seen:
-    """Run on all ranks of a layout; all of them see the same."""
+    """Run on all ranks of a layout, check that they agree, and return rank 0's figures."""
     resume = {"checkpoint": {"resume": "auto" if first else "none"}}
     values = merged({"run": {"dir": str(folder)}}, resume, more)
     found = pool.run(LAYOUTS[layout][0], go, layout, values, first, last, save, task or RandomTask())
@@ -108,13 +109,13 @@ def assert_same(seen: Seen, wanted: Seen, first: int, last: int) -> None:
 
 @pytest.fixture(scope="module")
 def straight(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """One process, without a break."""
+    """The figures of an uninterrupted run on one process."""
     return run(pool, "one", tmp_path_factory.mktemp("straight"), 0, 6)
 
 
 @pytest.fixture(scope="module")
 def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory, straight: Seen) -> dict[str, Path]:
-    """A checkpoint of step 3 by each layout's ranks, by layout."""
+    """Layout -> the folder of its run, with a checkpoint of step 3."""
     folders: dict[str, Path] = {}
     for layout in ("one", *(f"pp2 {name}" for name in NAMES), "pp2 dp2 zero1", "pp2 dp2 zero3", "pp2 tp2"):
         folders[layout] = tmp_path_factory.mktemp(layout.replace(" ", "-"))
@@ -140,10 +141,10 @@ RESUMED = [
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("before", "after"), RESUMED, ids=lambda name: name.replace(" ", ""))
-def test_what_any_pipeline_saved_any_other_goes_on_with(
+def test_any_pipeline_resumes_from_a_checkpoint_of_any_other(
     pool: WorkerPool, tmp_path: Path, saved: dict[str, Path], straight: Seen, before: str, after: str
 ) -> None:
-    """Same rows, same numbers, same samples as the run that was never cut short."""
+    """Rows, figures and samples are those of the uninterrupted run."""
     shutil.copytree(saved[before], tmp_path, dirs_exist_ok=True)
     seen = run(pool, after, tmp_path, 3, 6)
     assert_same(seen, straight, 3, 6)
@@ -176,7 +177,7 @@ def test_an_export_is_one_process_s(tmp_path: Path, saved: dict[str, Path], layo
 def test_held_out_loss_does_not_depend_on_pipeline_and_batch(
     pool: WorkerPool, tmp_path: Path, straight: Seen, micro_batch: int
 ) -> None:
-    """Seven rows: a number that no size divides."""
+    """No size divides the seven rows."""
     for layout in ("pp2 interleaved", "pp2 dp2 zero3"):
         seen = run(pool, layout, tmp_path / layout, 0, 1, data={"micro_batch": micro_batch})
         assert seen.held_out == pytest.approx(straight.held_out[:1], rel=1e-9)
@@ -193,7 +194,7 @@ def test_held_out_rows_of_unequal_length(pool: WorkerPool, tmp_path: Path) -> No
 
 
 class DrawingTask(RandomTask):
-    """Attention that drops a third of its weights while it trains."""
+    """Attention dropout of 0.3 in training."""
 
     @hookimpl
     def femto_transform_model(self, model: FullModel) -> None:
@@ -211,8 +212,8 @@ def numbers_drawn(values: Values, plugins: tuple[str, ...]) -> tuple[int, list[f
     return coordinate, drawn
 
 
-def test_stages_drop_out_different_weights(pool: WorkerPool) -> None:
-    """Layers at the same place of two stages would otherwise be masked alike, for ever."""
+def test_ranks_drop_out_different_weights(pool: WorkerPool) -> None:
+    """Otherwise layers at the same place on two ranks would always have the same masks."""
     drawn = pool.run(4, numbers_drawn, merged(SIX, pipeline("1f1b", 4)), ("pp",))
     assert len({tuple(numbers) for _, numbers in drawn}) == 4
     both = merged(SIX, pipeline("1f1b"), {"tp": {"size": 2}})

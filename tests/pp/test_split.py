@@ -1,4 +1,4 @@
-"""Backward in halves: which layers put their weights' gradients off, that both halves are all of it, and in order."""
+"""Backward in two halves: the layers that defer weight gradients, the sums of both halves, and their order."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 from femto_core.model import Stage
-from femto_core.testing import WorkerPool, make_trainer
 from femto_ops.deferral import WeightGradients
 from femto_ops.linear import SplittingLinear
 from femto_pp.actions import Backward, Compute, Forward, WeightBackward
 from femto_pp.pipeline import Run
+from femto_tools.testing import WorkerPool, make_trainer
 from tests.pp.tasks import BASE, FrozenTask, PlainLinear, UnsplittableTask, Values, merged, pipeline, pipeline_of
 
 
-def splitting(bias: bool, later: WeightGradients) -> tuple[nn.Linear, SplittingLinear]:
+def splitting(bias: bool, weight_grads: WeightGradients) -> tuple[nn.Linear, SplittingLinear]:
     torch.manual_seed(0)
     plain = nn.Linear(5, 3, bias=bias, dtype=torch.float64)
     other: Any = nn.Linear(5, 3, bias=bias, dtype=torch.float64)
     other.load_state_dict(plain.state_dict())
-    other.__class__, other.later = SplittingLinear, later
+    other.__class__, other.weight_grads = SplittingLinear, weight_grads
     return plain, other
 
 
@@ -46,12 +46,12 @@ def test_a_linear_layer_in_halves_gives_torch_s_gradients(
     plain(inputs[0]).backward(grad)
     y = other(inputs[1])
     if later:
-        with store.put_off() as halves:
+        with store.defer() as halves:
             y.backward(grad)
         assert other.weight.grad is None
         assert other.bias is None or other.bias.grad is None
         halves.compute()
-        halves.compute()  # a second time there is nothing left
+        halves.compute()  # a second call does nothing
     else:
         y.backward(grad)
     for name, parameter in plain.named_parameters():
@@ -68,27 +68,27 @@ def test_halves_of_two_micro_batches_add_up_in_any_order() -> None:
     store = WeightGradients()
     plain, other = splitting(True, store)
     xs = [torch.randn(4, 5, dtype=torch.float64) for _ in range(2)]
-    put_off = []
+    deferred = []
     for x in xs:
         plain(x).sum().backward()
-        with store.put_off() as halves:
+        with store.defer() as halves:
             other(x).sum().backward()
-        put_off.append(halves)
-    for halves in reversed(put_off):
+        deferred.append(halves)
+    for halves in reversed(deferred):
         halves.compute()
     assert plain.weight.grad is not None
     torch.testing.assert_close(other.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_what_was_put_off_is_let_go_though_computing_it_failed() -> None:
+def test_deferring_ends_if_backward_fails() -> None:
     store = WeightGradients()
-    with pytest.raises(ZeroDivisionError), store.put_off():
+    with pytest.raises(ZeroDivisionError), store.defer():
         raise ZeroDivisionError
-    assert store.now_or_later([None], lambda: [torch.ones(())])[0] is not None, "nobody puts off any more"
+    assert store.compute_or_defer([None], lambda: [torch.ones(())])[0] is not None, "gradients are no longer deferred"
 
 
 def when_gradients_come(values: Values, plugins: tuple[str, ...], task: Any) -> dict[str, set[str]]:
-    """For each kind of parameter, the kinds of action in which its gradient came; and the kinds of module there are."""
+    """Return for each kind of parameter the symbols of the actions that gave its gradient; and the names of modules."""
     trainer = make_trainer(values, plugins, {"random_task": task})
     executor = pipeline_of(trainer)
     compute = executor._compute
@@ -108,7 +108,7 @@ def when_gradients_come(values: Values, plugins: tuple[str, ...], task: Any) -> 
         return came
 
     executor._compute = watched  # type: ignore[method-assign]
-    trainer.grad_sync.close()  # its hooks take gradients away
+    trainer.sharding.close()  # its hooks would take gradients away
     for name, parameter in trainer.stage.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(note(".".join(name.split(".")[-2:])))  # type: ignore[no-untyped-call]
@@ -126,7 +126,7 @@ def when_gradients_come(values: Values, plugins: tuple[str, ...], task: Any) -> 
         watched(stage, run, action)
 
     executor._compute = clearing  # type: ignore[method-assign]
-    executor.run(trainer.stage, micro_batches, trainer.loss, scale, trainer.grad_sync)
+    executor.run(trainer.stage, micro_batches, trainer.loss, scale, trainer.sharding)
     seen["modules"] = {type(m).__name__ for m in trainer.stage.module.modules()}
     seen["left"] = {str(len(executor._links._sending))}
     trainer.close()
@@ -154,7 +154,7 @@ def test_weight_gradients_of_linear_layers_come_in_w_and_all_others_in_b(pool: W
 
 def test_a_layer_that_cannot_split_does_all_in_b(pool: WorkerPool) -> None:
     for seen in pool.run(2, when_gradients_come, merged(BASE, pipeline("zb")), ("pp",), UnsplittableTask()):
-        assert seen["q_proj.weight"] == seen["down_proj.weight"] == {"B", "W"}, "every other layer's"
+        assert seen["q_proj.weight"] == seen["down_proj.weight"] == {"B", "W"}, "of every other layer"
         assert seen["k_proj.weight"] == {"W"}
         assert {PlainLinear.__name__, "SplittingLinear"} <= seen["modules"]
 
@@ -174,13 +174,13 @@ def kinds_of_modules(values: Values) -> set[str]:
 def bits(values: Values) -> tuple[list[float], dict[str, torch.Tensor]]:
     trainer = make_trainer(values, ("pp",))
     losses = [trainer.train_step().loss for _ in range(3)]
-    weights = {group.name: group.master.detach().clone() for group in trainer.groups}
+    weights = {group.name: group.master.detach().clone() for group in trainer.shares}
     trainer.close()
     return losses, weights
 
 
-def test_a_schedule_changes_no_bit_of_a_run_whose_sums_have_one_order(pool: WorkerPool) -> None:
-    """1F1B and ZB do micro-batches in the same order, so that even in fp32 they are one run."""
+def test_schedules_with_the_same_order_of_sums_give_equal_losses(pool: WorkerPool) -> None:
+    """1F1B and ZB sum micro-batches in the same order, so that their losses are equal even in fp32."""
     fp32 = merged(BASE, {"train": {"dtype": "float32"}})
     for one, other in zip(*(pool.run(2, bits, merged(fp32, pipeline(name))) for name in ("1f1b", "zb")), strict=True):
         assert one[0] == other[0]

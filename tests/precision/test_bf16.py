@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,25 +14,43 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.autograd import backward
 
+from femto_core.batch import Batch
 from femto_core.build import load_weights
 from femto_core.hookspecs import hookimpl
 from femto_core.layout import ParamLayout
-from femto_core.loss import CrossEntropy, Loss
+from femto_core.loss import CrossEntropy, TokenStatistics
 from femto_core.mesh import Mesh
 from femto_core.model import FullModel, Stage
-from femto_core.precision import ParamGroup
-from femto_core.sync import AllReduce, NoSync
-from femto_core.testing import RandomTask, WorkerPool, assemble, make_trainer, train_job
+from femto_core.precision import ParamShare
+from femto_core.replicated import AllReduce, LocalSums
 from femto_core.weights import SafetensorsWeights
 from femto_precision.manager import MixedPrecision
-from tests.zero.tasks import STAGES, HardTask, Values, merged, train_stage
+from femto_tools.testing import RandomTask, WorkerPool, assemble, make_trainer, train_job
+from tests.merging import Values, merged
+from tests.models import tiny_config
+from tests.zero.tasks import STAGES, HardTask, train_stage
 
 BF16, F32 = torch.bfloat16, torch.float32
 FLOAT32: Values = {"train": {"dtype": "float32"}}
 
 
-def manager(accumulate: torch.dtype = F32, reduce: torch.dtype = BF16, part_bytes: int = 2**20) -> MixedPrecision:
-    return MixedPrecision(compute=BF16, master=F32, accumulate=accumulate, reduce=reduce, part_bytes=part_bytes)
+@attrs.frozen
+class Ranks:
+    """As much of a mesh as cutting shares into groups asks for."""
+
+    sharded: int = 1
+
+    def size(self, *axes: str) -> int:
+        return self.sharded if axes else 1
+
+
+def manager(
+    accumulate: torch.dtype = F32, reduce: torch.dtype = BF16, group_bytes: int = 2**20, sharded: int = 1
+) -> MixedPrecision:
+    mesh = cast("Mesh", Ranks(sharded))
+    return MixedPrecision(
+        compute=BF16, master=F32, accumulate=accumulate, reduce=reduce, group_bytes=group_bytes, mesh=mesh
+    )
 
 
 # Dtypes.
@@ -45,13 +63,18 @@ class ListeningTask(RandomTask):
     heard: list[torch.dtype] = attrs.field(factory=list, eq=False)
 
     @hookimpl
-    def femto_loss(self) -> Loss:
-        def loss(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> torch.Tensor:
-            found = CrossEntropy()(hidden, head, targets)
-            self.heard[:] = [hidden.dtype, cast("torch.Tensor", head.weight).dtype, found.dtype]
-            return found
+    def femto_loss(self) -> CrossEntropy:
+        heard = self.heard
 
-        return loss
+        class Listening(CrossEntropy):
+            def __call__(
+                self, statistics: TokenStatistics, hidden: torch.Tensor, head: nn.Module, batch: Batch
+            ) -> torch.Tensor:
+                found = super().__call__(statistics, hidden, head, batch)
+                heard[:] = [hidden.dtype, cast("torch.Tensor", head.weight).dtype, found.dtype]
+                return found
+
+        return Listening()
 
 
 def dtypes(stage: str) -> dict[str, Any]:
@@ -66,7 +89,7 @@ def dtypes(stage: str) -> dict[str, Any]:
         if isinstance(value, torch.Tensor)
     }
     parameters = {p.dtype for _, p in trainer.stage.named_parameters()}
-    masters = {g.master.dtype for g in trainer.groups}
+    masters = {g.master.dtype for g in trainer.shares}
     buffers = {name: b.dtype for name, b in trainer.stage.module.named_buffers()}
     trainer.close()
     return {"loss": task.heard, "state": state, "parameters": parameters, "masters": masters, "buffers": buffers}
@@ -86,12 +109,12 @@ def stay_in_step(stage: str) -> list[str]:
     plugins, settings = STAGES[stage]
     values = merged(settings, FLOAT32, {"optim": {"lr": 1e-5}})
     trainer = make_trainer(values, (*plugins, "bf16"))
-    start = {g.name: g.master.detach().clone() for g in trainer.groups}
+    start = {g.name: g.master.detach().clone() for g in trainer.shares}
     wrong: list[str] = []
     for _ in range(3):
         trainer.train_step()
-        wrong += [g.name for g in trainer.groups if not torch.equal(g.master.detach().to(BF16), g.compute.detach())]
-    still = [g.name for g in trainer.groups if g.master.numel() and torch.equal(g.master, start[g.name])]
+        wrong += [g.name for g in trainer.shares if not torch.equal(g.master.detach().to(BF16), g.compute.detach())]
+    still = [g.name for g in trainer.shares if g.master.numel() and torch.equal(g.master, start[g.name])]
     trainer.close()
     return wrong + still
 
@@ -113,7 +136,7 @@ class OneWeight:
 
     @property
     def layouts(self) -> dict[str, ParamLayout]:
-        return {"weight": ParamLayout.whole("weight", self.weight.shape, ())}
+        return {"weight": ParamLayout.whole("weight", self.weight.shape, (), ("dp",))}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield "weight", self.weight
@@ -126,7 +149,7 @@ def summed(addends: list[list[float]], precision: MixedPrecision) -> float:
     """Add up `addends` of each rank, a micro-batch each, and over ranks."""
     mesh = Mesh([], torch.device("cpu"))
     weight = nn.Parameter(torch.zeros(4, dtype=BF16))
-    sync: Any = AllReduce(mesh, 25.0) if mesh.world_size > 1 else NoSync()
+    sync: Any = AllReduce(mesh, 25.0) if mesh.world_size > 1 else LocalSums()
     sync.attach(cast(Stage, OneWeight(weight)), precision)
     found = []
     for _ in range(2):  # the second step is like the first
@@ -135,7 +158,7 @@ def summed(addends: list[list[float]], precision: MixedPrecision) -> float:
             with sync.no_sync():
                 backward((weight * value).sum())
         backward((weight * last).sum())
-        sync.sync_gradients()
+        sync.finish()
         assert weight.grad is not None
         found.append(float(weight.grad[0]))
         weight.grad = None
@@ -165,29 +188,29 @@ def test_a_small_addend_is_kept_where_sums_are_wide(
     assert pool.run(ranks, summed, addends, manager(accumulate, reduce)) == [expected] * ranks
 
 
-# Updating in parts.
+# Updating in groups.
 
 
-def parted(part_mib: float) -> tuple[dict[str, Any], list[int]]:
+def grouped(group_mib: float) -> tuple[dict[str, Any], list[int]]:
     counts = []
 
     class Counting(RandomTask):
         @hookimpl
-        def femto_optimizer(self, config: Any, groups: Any) -> torch.optim.Optimizer:
+        def femto_optimizer(self, config: Any, shares: Any) -> torch.optim.Optimizer:
             from femto_core.optim import make_adamw
 
-            optimizer = make_adamw(groups, config.optim)
+            optimizer = make_adamw(shares, config.optim)
             optimizer.register_step_pre_hook(
-                lambda *_: counts.append(sum(g.master.grad.nbytes for g in groups if g.master.grad is not None))
+                lambda *_: counts.append(sum(s.master.grad.nbytes for s in shares if s.master.grad is not None))
             )
             return optimizer
 
-    values = merged(FLOAT32, {"bf16": {"part_mib": part_mib}, "data": {"micro_batch": 4}})
+    values = merged(FLOAT32, {"bf16": {"group_mib": group_mib}, "data": {"micro_batch": 4}})
     return train_job(values, ("bf16",), Counting()), counts
 
 
-def test_updating_in_parts_changes_no_bit_and_widens_few_gradients_at_a_time(pool: WorkerPool) -> None:
-    whole, small = (pool.run(2, parted, mib) for mib in (64.0, 0.002))
+def test_updating_in_groups_changes_no_bit_and_widens_few_gradients_at_a_time(pool: WorkerPool) -> None:
+    whole, small = (pool.run(2, grouped, mib) for mib in (64.0, 0.002))
     for (one, few), (other, many) in zip(whole, small, strict=True):
         assert one["losses"] == other["losses"]
         assert all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
@@ -200,23 +223,43 @@ def test_updating_in_parts_changes_no_bit_and_widens_few_gradients_at_a_time(poo
         assert sum(many) == sum(few)
 
 
-def group(numel: int, grad: torch.dtype | None) -> ParamGroup:
-    compute = nn.Parameter(torch.zeros(numel, dtype=BF16))
-    if grad is not None:
-        compute.grad_dtype = grad
-        compute.grad = torch.ones(numel, dtype=grad)
-    return manager().make_group("w", compute, ParamLayout.whole("w", (numel,), ()))
+def share(numel: int, dtype: torch.dtype = BF16, owned: tuple[int, int] | None = None) -> ParamShare:
+    """A parameter of `numel` elements, of which this rank owns the range `owned`."""
+    first, last = owned or (0, numel)
+    layout = attrs.evolve(ParamLayout.whole("w", (numel,), ()), flat=(first, last))
+    if owned is not None:
+        layout = attrs.evolve(layout, sharded=frozenset({"dp"}))
+    return manager().make_share("w", nn.Parameter(torch.zeros(last - first, dtype=dtype)), layout)
 
 
-def test_parts_hold_every_group_once_in_order_and_as_much_as_fits() -> None:
-    groups = [group(n, BF16) for n in (10, 20, 100, 1, 1)]
-    parts = manager(part_bytes=120).parts(groups)
-    assert [[g.master.numel() for g in part] for part in parts] == [[10, 20], [100], [1, 1]]
-    wide = [group(n, F32) for n in (10, 20, 100)]
-    assert [len(part) for part in manager(part_bytes=4).parts(wide)] == [3], "what is wide already costs nothing"
-    without = [group(n, None) for n in (10, 20)]
-    assert [len(part) for part in manager(part_bytes=4).parts(without)] == [2]
-    assert sum(len(part) for part in manager().parts([])) == 0
+def sizes(groups: Sequence[Sequence[ParamShare]]) -> list[list[int]]:
+    return [[share.layout.box.numel for share in group] for group in groups]
+
+
+def test_groups_hold_every_share_once_in_order_and_as_much_as_fits() -> None:
+    shares = [share(n) for n in (10, 20, 100, 1, 1)]
+    assert sizes(manager(group_bytes=120).update_groups(shares)) == [[10, 20], [100], [1, 1]]
+    assert sum(len(group) for group in manager().update_groups([])) == 0
+
+
+def test_shares_that_are_their_own_masters_cost_nothing_and_come_first() -> None:
+    wide = [share(n, F32) for n in (10, 20, 100)]
+    assert sizes(manager(group_bytes=4).update_groups(wide)) == [[10, 20, 100]]
+    mixed = [share(7), share(100, F32), share(8), share(200, F32)]
+    assert sizes(manager(group_bytes=4).update_groups(mixed)) == [[100, 200, 7], [8]]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_cut_alike_however_large_their_own_shares_are(ranks: int) -> None:
+    """Rank 0 owns nearly everything, the others next to nothing: each share counts as large as the average one."""
+    numels = (12, 6, 60, 6, 6)
+    first = [share(n, owned=(0, n)) for n in numels]
+    others = [share(n, owned=(0, 0)) for n in numels]
+    cut = manager(group_bytes=48, sharded=ranks)
+    assert sizes(cut.update_groups(first)) == sizes(cut.update_groups(others))
+    assert sizes(cut.update_groups(others)) == {2: [[12, 6], [60], [6, 6]], 3: [[12, 6], [60], [6, 6]]}[ranks]
+    one_by_one = manager(group_bytes=1, sharded=ranks).update_groups(others)
+    assert sizes(one_by_one) == [[numel] for numel in numels]
 
 
 # Modules that stay in fp32.
@@ -259,25 +302,25 @@ def gated(stage: str) -> tuple[dict[str, torch.dtype], dict[str, bool], float]:
     plugins, settings = STAGES[stage]
     trainer = make_trainer(merged(settings, FLOAT32), (*plugins, "bf16"), {"random_task": GatedTask()})
     found = {name: p.dtype for name, p in trainer.stage.named_parameters()}
-    same = {g.name: g.master is g.compute for g in trainer.groups}
+    same = {g.name: g.master is g.compute for g in trainer.shares}
     for _ in range(3):
         loss = trainer.train_step().loss
     trainer.close()
     return found, same, loss
 
 
-def gated_in_parts(part_mib: float) -> dict[str, torch.Tensor]:
-    values = {**FLOAT32, "bf16": {"part_mib": part_mib}, "optim": {"warmup": 0, "lr": 1e-2, "clip": 0.01}}
+def gated_in_groups(group_mib: float) -> dict[str, torch.Tensor]:
+    values = {**FLOAT32, "bf16": {"group_mib": group_mib}, "optim": {"warmup": 0, "lr": 1e-2, "clip": 0.01}}
     trainer = make_trainer(values, ("bf16",), {"random_task": GatedTask()})
     for _ in range(3):
         trainer.train_step()
     trainer.close()
-    return {group.name: group.master.detach().clone() for group in trainer.groups}
+    return {share.name: share.master.detach().clone() for share in trainer.shares}
 
 
-def test_weights_in_fp32_are_clipped_and_updated_once_however_many_parts_there_are(pool: WorkerPool) -> None:
-    [whole], [parts] = (pool.run(1, gated_in_parts, mib) for mib in (64.0, 0.002))
-    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
+def test_weights_in_fp32_are_clipped_and_updated_once_however_many_groups_there_are(pool: WorkerPool) -> None:
+    [whole], [grouped] = (pool.run(1, gated_in_groups, mib) for mib in (64.0, 0.002))
+    assert all(torch.equal(weight, grouped[name]) for name, weight in whole.items())
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -338,18 +381,9 @@ def test_in_float64_masters_are_apart_and_change_no_bit(pool: WorkerPool) -> Non
 @pytest.fixture
 def narrow_model(tmp_path: Path) -> Path:
     """A Hugging Face directory of fp16 weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config: Any = AutoConfig.for_model(
-        "llama",
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=32,
-        tie_word_embeddings=True,
-    )
+    config = tiny_config(tie_word_embeddings=True)
     folder = tmp_path / "narrow"
     folder.mkdir()
     make: Any = AutoModelForCausalLM.from_config
@@ -364,7 +398,7 @@ def masters(stage: str, path: str) -> dict[str, tuple[ParamLayout, torch.Tensor,
     plugins, settings = STAGES[stage]
     values = merged(settings, FLOAT32, {"model": {"path": path}})
     trainer = make_trainer(values, (*plugins, "bf16"))
-    found = {g.name: (g.layout, g.master.detach().clone(), g.compute.detach().clone()) for g in trainer.groups}
+    found = {g.name: (g.layout, g.master.detach().clone(), g.compute.detach().clone()) for g in trainer.shares}
     trainer.close()
     return found
 
@@ -388,7 +422,7 @@ def test_fp16_weights_arrive_in_fp32_masters_exactly(pool: WorkerPool, narrow_mo
 def test_weights_are_not_rounded_to_bf16_on_their_way_into_masters(narrow_model: Path) -> None:
     parameter = nn.Parameter(torch.empty(16, dtype=BF16))
     layout = ParamLayout.whole("model.norm.weight", (16,), ())
-    mixed = manager().make_group("model.norm.weight", parameter, layout)
+    mixed = manager().make_share("model.norm.weight", parameter, layout)
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained

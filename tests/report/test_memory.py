@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from femto_core.testing import WorkerPool, make_trainer
 from femto_ops.memory import LiveBytes, counting
-from femto_report.phases import Phase, measure_step
+from femto_tools.phases import Phase, measure_step
+from femto_tools.testing import WorkerPool, make_trainer
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -135,8 +135,8 @@ def test_settings_that_a_trial_has_no_use_for_are_no_obstacle(tmp_path: Path) ->
     ("words", "sentence"),
     [
         (["--ranks", "8"], "set --model.vocab-size, or --model.path"),
-        (["--ranks", "x"], "--ranks needs a number, got 'x'"),
-        (["--ranks"], "--ranks needs a number, got ''"),
+        (["--ranks", "x"], "--ranks = 'x' (on the command line): must be a whole number"),
+        (["--ranks"], "--ranks needs a value"),
         (["--ranks", "2", "--rank", "2"], "--rank 2 is none of the ranks 0 to 1"),
         (["--model.vocab-size", "64", "--ranks", "3"], "not a multiple of 3 data-parallel ranks"),
     ],

@@ -16,11 +16,11 @@ import torch
 
 from femto_core.errors import UserError
 from femto_core.layout import ParamLayout
-from femto_core.precision import ParamGroup
-from femto_report.lines import read_lines
+from femto_core.precision import ParamShare
+from femto_report.jsonl import read_lines
 from femto_report.logs import Logs
-from femto_report.profiler import Profiler
-from femto_report.progress import ProgressReport, clock
+from femto_report.profiler import Profiler, ProfileSection
+from femto_report.progress import LogSection, ProgressReport, clock
 from femto_report.recorder import Recorder, plot_loss, running_mean
 from femto_report.samples import draw
 from femto_report.sanity import first_loss, gradient_norms, memory
@@ -28,7 +28,15 @@ from femto_report.trackers import TensorBoard, WandB
 
 
 def fake_trainer(
-    tmp_path: Path, *, rank: int = 0, step: int = 0, path: str = "", steps: int = 8, end: int = 8, skipped: int = 0
+    tmp_path: Path,
+    *,
+    rank: int = 0,
+    step: int = 0,
+    path: str = "",
+    steps: int = 8,
+    end: int = 8,
+    skipped: int = 0,
+    every: int = 0,
 ) -> Any:
     """The parts of a trainer that observers look at."""
     parameter = torch.nn.Parameter(torch.zeros(256, 1024))
@@ -36,16 +44,19 @@ def fake_trainer(
     config = SimpleNamespace(
         model=SimpleNamespace(path=path, weights="load"),
         train=SimpleNamespace(steps=steps, stop_after=0),
-        log=SimpleNamespace(every=3),
-        data=SimpleNamespace(seq_len=4),
+        optim=SimpleNamespace(clip=1.0),
+        checkpoint=SimpleNamespace(every=every),
+        data=SimpleNamespace(seq_len=4, global_batch=2, micro_batch=2),
+        section=lambda cls: {LogSection: LogSection(every=3), ProfileSection: ProfileSection(step=1)}[cls],
         to_dict=lambda: {"train": {"steps": steps}},
     )
     return SimpleNamespace(
         config=config,
-        mesh=SimpleNamespace(rank=rank, device=torch.device("cpu"), size=lambda _: 1),
+        mesh=SimpleNamespace(rank=rank, device=torch.device("cpu"), row_axes=("dp",), size=lambda *_: 1),
         stage=SimpleNamespace(config=SimpleNamespace(vocab_size=1000, model_type="llama")),
-        loader=SimpleNamespace(sampler=SimpleNamespace(rows=9, global_batch=2, accumulation=1, micro_batch=2)),
-        groups=[ParamGroup(name="w", compute=parameter, master=parameter, layout=layout)],
+        loader=SimpleNamespace(accumulation=1),
+        dataset=range(9),
+        shares=[ParamShare(name="w", compute=parameter, master=parameter, layout=layout)],
         plugin_versions={},
         run_dir=tmp_path,
         step=step,
@@ -151,21 +162,23 @@ class TestProgress:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         report = ProgressReport()
-        report.femto_train_begin(fake_trainer(tmp_path))
+        trainer = fake_trainer(tmp_path)
+        report.femto_train_begin(trainer)
         for step in range(1, 9):
-            report.femto_log(step, METRICS)
-        report.femto_log(8, {"held_out_loss": 2.25})
-        report.femto_train_end()
+            report.femto_log(trainer, step, METRICS)
+        report.femto_log(trainer, 8, {"held_out_loss": 2.25})
+        report.femto_train_end(trainer, None)
         out = capsys.readouterr().out
         assert [line.split()[1] for line in out.splitlines() if "/8" in line] == ["1/8", "3/8", "6/8", "8/8"]
         assert "held_out_loss 2.2500" in out
 
     def test_skipped_steps_are_said_with_their_reason(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         report = ProgressReport()
-        report.femto_train_begin(fake_trainer(tmp_path))
-        report.femto_log(1, {**METRICS, "skipped": 1.0})
-        report.femto_log(2, {**METRICS, "skipped": 2.0, "tokens": 0.0})
-        report.femto_train_end()
+        trainer = fake_trainer(tmp_path)
+        report.femto_train_begin(trainer)
+        report.femto_log(trainer, 1, {**METRICS, "skipped": 1.0})
+        report.femto_log(trainer, 2, {**METRICS, "skipped": 2.0, "tokens": 0.0})
+        report.femto_train_end(trainer, None)
         out = capsys.readouterr().out
         assert "step 1: weights left untouched because of a gradient norm that is not finite" in out
         assert "step 2: weights left untouched because of no valid target (2 such steps so far)" in out
@@ -174,19 +187,21 @@ class TestProgress:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         report = ProgressReport()
-        report.femto_train_begin(fake_trainer(tmp_path, step=4, skipped=2))
-        report.femto_log(5, {**METRICS, "skipped": 2.0})
+        trainer = fake_trainer(tmp_path, step=4, skipped=2)
+        report.femto_train_begin(trainer)
+        report.femto_log(trainer, 5, {**METRICS, "skipped": 2.0})
         assert "untouched" not in capsys.readouterr().out
-        report.femto_log(6, {**METRICS, "skipped": 3.0})
+        report.femto_log(trainer, 6, {**METRICS, "skipped": 3.0})
         assert "step 6: weights left untouched" in capsys.readouterr().out
-        report.femto_train_end()
+        report.femto_train_end(trainer, None)
 
     def test_a_run_that_is_to_stop_early_ends_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         report = ProgressReport()
-        report.femto_train_begin(fake_trainer(tmp_path, steps=100, end=5))
+        trainer = fake_trainer(tmp_path, steps=100, end=5)
+        report.femto_train_begin(trainer)
         for step in range(1, 6):
-            report.femto_log(step, METRICS)
-        report.femto_train_end()
+            report.femto_log(trainer, step, METRICS)
+        report.femto_train_end(trainer, None)
         out = capsys.readouterr().out
         assert "steps 1 to 5" in out
         assert [line.split()[1] for line in out.splitlines() if "/5" in line] == ["1/5", "3/5", "5/5"]
@@ -194,10 +209,33 @@ class TestProgress:
 
     def test_mfu_is_shown_where_the_peak_is_known(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         report = ProgressReport()
-        report.femto_train_begin(fake_trainer(tmp_path))
-        report.femto_log(1, {**METRICS, "mfu": 0.415})
-        report.femto_train_end()
+        trainer = fake_trainer(tmp_path)
+        report.femto_train_begin(trainer)
+        report.femto_log(trainer, 1, {**METRICS, "mfu": 0.415})
+        report.femto_train_end(trainer, None)
         assert "MFU 41.5%" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("every", "kept"), [(0, "nothing is saved, because checkpoint.every = 0"), (5, "its checkpoint is saved")]
+    )
+    def test_a_run_that_was_asked_to_stop_says_so_and_what_is_kept(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int, kept: str
+    ) -> None:
+        report, trainer = ProgressReport(), fake_trainer(tmp_path, every=every)
+        report.femto_train_begin(trainer)
+        trainer.step = 4
+        report.femto_train_end(trainer, None)
+        assert capsys.readouterr().err == f"stopped after step 4, as asked; {kept}\n"
+
+    @pytest.mark.parametrize(("rank", "step", "error"), [(0, 4, KeyError("x")), (0, 8, None), (1, 4, None)])
+    def test_nobody_says_that_a_run_was_asked_to_stop_which_failed_or_was_done_and_no_other_rank_does(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: int, step: int, error: Exception | None
+    ) -> None:
+        report, trainer = ProgressReport(), fake_trainer(tmp_path, rank=rank)
+        report.femto_train_begin(trainer)
+        trainer.step = step
+        report.femto_train_end(trainer, error)
+        assert capsys.readouterr().err == ""
 
     def test_time_left_reads_like_a_clock(self) -> None:
         assert [clock(s) for s in (5, 65, 3661)] == ["0:05", "1:05", "1:01:01"]
@@ -217,25 +255,36 @@ def test_a_rank_logs_the_exception_that_ended_it(tmp_path: Path) -> None:
     logs.femto_train_begin(trainer)
     try:
         raise ArithmeticError("enough")
-    except ArithmeticError:
-        logs.femto_train_end(trainer)
+    except ArithmeticError as error:
+        logs.femto_train_end(trainer, error)
     text = (tmp_path / "logs" / "rank-3.log").read_text()
     assert "training ends after step 7" in text
     assert "ArithmeticError: enough" in text
+
+
+def test_a_run_that_ends_well_leaves_no_traceback_whatever_the_caller_is_handling(tmp_path: Path) -> None:
+    logs, trainer = Logs(), fake_trainer(tmp_path, step=8)
+    try:
+        raise ArithmeticError("of somebody else")
+    except ArithmeticError:
+        logs.femto_train_begin(trainer)
+        logs.femto_train_end(trainer, None)
+    text = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert " INFO femto: training ends after step 8" in text
+    assert "somebody else" not in text
+    assert "Traceback" not in text
 
 
 def test_a_rank_on_a_machine_of_its_own_makes_the_folder_of_its_log_and_trace(tmp_path: Path) -> None:
     trainer = fake_trainer(tmp_path / "runs" / "r", rank=3)
     logs = Logs()
     logs.femto_train_begin(trainer)
-    logs.femto_train_end(trainer)
+    logs.femto_train_end(trainer, None)
     assert (trainer.run_dir / "logs" / "rank-3.log").exists()
     trainer.run_dir = tmp_path / "other" / "r"
-    trainer.config.profile = SimpleNamespace(step=1, steps=1)
     profiler = Profiler()
-    profiler.femto_train_begin(trainer)
-    profiler.femto_step_begin(1)
-    profiler.femto_train_end()
+    profiler.femto_step_begin(trainer, 1)
+    profiler.femto_train_end(trainer)
     assert (trainer.run_dir / "trace-rank-3.json").exists()
 
 
@@ -250,7 +299,7 @@ def test_what_rank_0_warns_of_is_on_the_screen_and_in_its_log(
         logs.femto_train_begin(trainer)
         warnings.warn("thin ice", UserWarning, stacklevel=1)
         logging.getLogger("skates").warning("thinner ice")
-        logs.femto_train_end(trainer)
+        logs.femto_train_end(trainer, None)
     shown, written = capsys.readouterr().err, (tmp_path / "logs" / f"rank-{rank}.log").read_text()
     for text in ("UserWarning: thin ice", "thinner ice"):
         assert text in written
@@ -264,13 +313,13 @@ def test_logs_leave_the_capturing_of_warnings_as_it_was(tmp_path: Path) -> None:
         before = warnings.showwarning
         logs.femto_train_begin(trainer)
         assert warnings.showwarning is not before
-        logs.femto_train_end(trainer)
+        logs.femto_train_end(trainer, None)
         assert warnings.showwarning is before
         logging.captureWarnings(True)
         try:
             captured = warnings.showwarning
             logs.femto_train_begin(trainer)
-            logs.femto_train_end(trainer)
+            logs.femto_train_end(trainer, None)
             assert warnings.showwarning is captured
         finally:
             logging.captureWarnings(False)

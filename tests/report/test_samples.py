@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from femto_core.hookspecs import hookimpl
-from femto_core.testing import RandomRows, RandomTask, WorkerPool, make_trainer
 from femto_report.samples import Samples
+from femto_tools.testing import RandomRows, RandomTask, WorkerPool, make_trainer
 
 
 @attrs.frozen

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from femto_core.errors import UserError
-from femto_core.testing import Record
-from femto_report.verify import Difference, compare, print_differences, refusal_in, shrink
+from femto_tools.testing import Record
+from femto_tools.verify import Difference, compare, print_differences, refusal_in, shrink
 from tests.cli.commands import TINY_FLAGS, femto, install_plugin
 
 SETTINGS = (*TINY_FLAGS, "--model.layers", "2", "--model.kv-heads", "2", "--train.steps", "9", "--model.no-tied")
@@ -51,9 +51,11 @@ def femto_wrap_layer(name, layer):
         """
 from femto_core.hookspecs import hookimpl
 @hookimpl
-def femto_grad_sync():
-    from femto_core.sync import NoSync
-    return NoSync()
+def femto_sharding(mesh):
+    from femto_core.replicated import LocalSums, Replicated
+    strategy = Replicated(mesh, 25.0)
+    strategy._gradients = LocalSums()
+    return strategy
 """,
         "ranks hold different values of",
     ),
@@ -97,7 +99,10 @@ from femto_core.hookspecs import hookimpl
 @hookimpl
 def femto_loss():
     from femto_core.loss import CrossEntropy
-    return lambda *arguments: CrossEntropy()(*arguments) * 0.5
+    class Halved(CrossEntropy):
+        def __call__(self, statistics, hidden, head, batch):
+            return super().__call__(statistics, hidden, head, batch) * 0.5
+    return Halved()
 """
 
 
@@ -111,8 +116,8 @@ def test_a_plugin_that_decides_what_is_computed_takes_part_in_both(tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--nproc", "0"], "at least one process"),
-        (["--nproc", "some"], "--nproc needs a number, got 'some'"),
+        (["--nproc", "0"], "--nproc = '0' (on the command line): must be greater than 0"),
+        (["--nproc", "some"], "--nproc = 'some' (on the command line): must be a whole number"),
         (["--hidden", "10", "--model.heads", "4"], "--hidden 10 does not cut into 4 heads of even width"),
         (["--nproc", "3", *SETTINGS], "data.global_batch = 4 is not a multiple of 3 data-parallel ranks"),
     ],

@@ -11,12 +11,12 @@ from torch import nn
 
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
-from femto_core.testing import RandomTask, Record, WorkerPool, make_trainer, train_job, worst_difference
 from femto_core.trainer import Trainer
 from femto_ops.memory import LiveBytes
 from femto_sac.budget import GIB, Budget, Cost, Load, fit
 from femto_sac.policies import POLICIES, policy
 from femto_sac.wrapper import ActivationCheckpointWrapper, Treatment
+from femto_tools.testing import RandomTask, Record, WorkerPool, make_trainer, train_job, worst_difference
 
 Values = dict[str, dict[str, Any]]
 MODEL = {"layers": 4}

@@ -1,4 +1,4 @@
-"""The mark of tests that need a real model."""
+"""Marks of the tests of fine-tuning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of these are among the long ones for now."""
+    """Mark all tests here as slow, for now."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.slow)

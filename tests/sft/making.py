@@ -1,4 +1,4 @@
-"""What the tests of fine-tuning are made of: a tokenizer with end-of-turn tokens, templates, files, encoded text."""
+"""Helpers for the tests of fine-tuning: a tokenizer with end-of-turn tokens, templates, files, encoded text."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ OPEN = (
     "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
-"""Ends no turn with a special token."""
+"""A template that ends no turn with a special token."""
 ENDING_IN_A_SPACE = OPEN.replace(":\n", ": ")
-"""Asks for an answer with a space, which is the first token of " yes" once the answer is there."""
+"""A template whose generation prompt ends with a space, which the answer " yes" merges into its first token."""
 THINKING = (
     _HEAD
     + "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
     + "{{ m['content'] }}<|im_end|>{{ '\n' }}{% endfor %}"
     + _PROMPT
 )
-"""Shows the last answer in another way than the ones before."""
+"""A template that renders the last answer differently from earlier answers."""
 COUNTING = "{{ messages | length }}" + PLAIN_CHATML
-"""Begins differently with every turn."""
+"""A template whose beginning changes with every turn."""
 ALTERNATING = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + PLAIN_CHATML
@@ -101,7 +101,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **settings:
 
 
 def trained_text(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]:
-    """The text of each run of trained tokens."""
+    """The text of each span of trained tokens."""
     runs: list[list[int]] = []
     before = False
     for token, trained in zip(tokens.ids.tolist(), tokens.trained.tolist(), strict=True):
@@ -120,7 +120,7 @@ def write_lines(file: Path, *lines: bytes | str | dict[str, Any]) -> Path:
 
 
 def section(folder: Path, *paths: Path | str, **settings: Any) -> SFTSection:
-    """Settings for files in `folder`, where the tokenizer and the cache lie too."""
+    """Settings for files in `folder`, which also has the tokenizer and the cache."""
     tokenizer = folder / "tokenizer"
     if not tokenizer.exists() and "tokenizer" not in settings:
         save_tokenizer(tokenizer)
@@ -137,12 +137,12 @@ def rows_of(folder: Path, *paths: Path | str, seq_len: int = 64, **settings: Any
 
 
 def log_of(rows: ConversationRows, *paths: Path | str) -> str:
-    """What a run says of rows that it found for `paths`."""
+    """The log lines of a run about the rows of `paths`."""
     return "\n".join(report(PackedRows(rows.directory, tuple(map(str, paths)))))
 
 
 def refusal(folder: Path, *paths: Path | str, seq_len: int = 64, **settings: Any) -> str:
-    """The words of the refusal: one sentence, and nothing left in the cache."""
+    """The error sentence of a refused run, which must leave nothing in the cache."""
     with pytest.raises(UserError) as caught:
         rows_of(folder, *paths, seq_len=seq_len, **settings)
     text = str(caught.value)

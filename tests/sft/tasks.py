@@ -1,4 +1,4 @@
-"""Jobs for workers: the plugin itself in the place of random rows, and conversations run one by one."""
+"""Jobs for workers: training on the plugin's own rows, and on conversations one by one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch.nn.functional as F
 
 from femto_core.batch import IGNORE_INDEX
 from femto_core.config import Config
-from femto_core.data import Collator, Dataset
+from femto_core.data import Collator, Dataset, DistributedDataLoader
 from femto_core.hookspecs import hookimpl
-from femto_core.testing import RandomTask, make_trainer
 from femto_core.trainer import Trainer
 from femto_sft.plugin import SupervisedFineTuning
 from femto_sft.rows import Row
 from femto_sft.section import SFTSection
+from femto_tools.testing import RandomTask, make_trainer
 
 Values = dict[str, dict[str, Any]]
 
 
 @attrs.frozen
 class ConversationTask(RandomTask):
-    """What the harness trains on: the plugin's own rows and batches."""
+    """The harness's task: the plugin's own rows and batches."""
 
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[SFTSection]]:
@@ -45,7 +45,7 @@ def start(values: Values) -> Trainer:
 
 
 def documents(row: Row) -> Iterator[slice]:
-    """Yield where each document of a row lies, padding included."""
+    """Yield the span of each document of a row, including padding."""
     begin = 0
     for length in row.lengths:
         yield slice(begin, begin + length)
@@ -53,8 +53,9 @@ def documents(row: Row) -> Iterator[slice]:
 
 
 def one_by_one(values: Values) -> dict[str, float]:
-    """Return how far a step on packed rows lies from plain transformers, given each conversation alone."""
+    """Return the distance of a step on packed rows from plain transformers on each conversation alone."""
     trainer = start(values)
+    assert isinstance(trainer.loader, DistributedDataLoader)
     rows: list[Row] = [trainer.dataset[i] for i in trainer.loader.sampler.global_rows(0) if i >= 0]
     batch = trainer.collator(rows)
     with torch.no_grad():
@@ -73,7 +74,7 @@ def one_by_one(values: Values) -> dict[str, float]:
     gradients: dict[str, torch.Tensor] = {}
     trainer.optimizer.register_step_pre_hook(
         lambda *_: gradients.update(
-            {g.name: g.master.grad.clone() for g in trainer.groups if g.master.grad is not None}
+            {g.name: g.master.grad.clone() for g in trainer.shares if g.master.grad is not None}
         )
     )
     info = trainer.train_step()
@@ -89,10 +90,10 @@ def plain_model(trainer: Trainer) -> Any:
 
     make: Any = AutoModelForCausalLM.from_config
     plain: Any = make(trainer.stage.config, attn_implementation="sdpa", dtype=torch.float64)
-    weights = {group.name: group.master.detach().clone() for group in trainer.groups}
+    weights = {group.name: group.master.detach().clone() for group in trainer.shares}
     plain.load_state_dict(weights, strict=not trainer.stage.config.tie_word_embeddings)
     for module in plain.modules():
-        if hasattr(module, "variance_epsilon"):  # its own norm rounds to fp32 on the way
+        if hasattr(module, "variance_epsilon"):  # its own norm computes in fp32
             module.forward = _norm_in_float64.__get__(module)
     return plain.eval()
 

@@ -1,4 +1,4 @@
-"""A packed row is its conversations run one by one: logits, gradients and training, under every layout."""
+"""A packed row computes the same as its conversations one by one: logits, gradients, training, under every layout."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import attrs
 import pytest
 import torch
 
-from femto_core.testing import Record, WorkerPool, assemble, train_job, worst_difference
 from femto_core.trainer import Trainer
 from femto_sft.rows import Row
+from femto_tools.testing import Record, WorkerPool, assemble, train_job, worst_difference
 from tests.sft import tasks
 from tests.sft.making import said, save_tokenizer, write_lines
 from tests.sft.tasks import ConversationTask, Values
@@ -95,7 +95,7 @@ def test_best_fit_trains_alike_too(pool: WorkerPool, values: Values, one_by_one:
     assert worst_difference(one_by_one, train(pool, changed(values, sft={"packing": "bfd"}))) < BOUND
 
 
-# Documents in a row are alone.
+# Documents in a row are isolated.
 
 
 @pytest.fixture
@@ -155,11 +155,11 @@ def test_the_mask_is_one_for_all_heads_and_lets_no_document_see_another(trainer:
         assert mask.shape[1] == 1
         zero = torch.zeros((), dtype=torch.int64)
         seen = mask.mask_mod(zero, zero, queries, keys)
-    numbers = batch.document_ids[0]
+    numbers = (batch.position_ids[0] == 0).cumsum(0)  # positions restart with each document
     assert torch.equal(seen, (queries >= keys) & (numbers[:, None] == numbers[None]))
 
 
-# What a run is told, and what it evaluates on.
+# The log of a run, and its evaluation.
 
 
 def test_a_run_reports_its_rows_and_evaluates_on_the_held_out_share(

@@ -1,4 +1,4 @@
-"""The cache: rows made once, by one of those who ask, complete or not at all; found again by what decides them."""
+"""The cache: rows are built once, by one process, complete or not at all, and found by a digest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from femto_core.config import config_class, make_config
 from femto_core.errors import UserError
-from femto_core.testing import WorkerPool
 from femto_sft.cache import make_rows, packed_rows, report
 from femto_sft.plugin import SupervisedFineTuning
 from femto_sft.rows import ConversationRows
 from femto_sft.section import SFTSection
-from femto_sft.sources import Source, find_sources
+from femto_sft.sources import ConversationSource, find_sources
+from femto_tools.testing import WorkerPool
 from tests.sft import making
 from tests.sft.making import packed, refusal, rows_of, section, talk, write_lines
 
@@ -86,13 +86,13 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
         make_rows(*arguments, **options)
 
     monkeypatch.setattr("femto_sft.cache.make_rows", changing)
-    assert refusal(tmp_path, file) == f"{file} was changed while it was read; run it again when nothing writes to it"
+    assert refusal(tmp_path, file).startswith(f"{file} was changed while it was read; run the command again when")
 
 
 def test_a_cache_that_is_complete_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_lines(tmp_path / "a.jsonl", talk(1))
     first = rows_of(tmp_path, file)
-    monkeypatch.setattr("femto_data.once.FileLock", None)
+    monkeypatch.setattr("femto_data.build_lock.FileLock", None)
     assert rows_of(tmp_path, file).directory == first.directory
 
 
@@ -112,7 +112,7 @@ def test_a_run_reads_its_files_once_for_both_splits_and_the_next_run_again(
 ) -> None:
     asked = []
 
-    def counted(paths: tuple[str, ...], split: str) -> list[Source]:
+    def counted(paths: tuple[str, ...], split: str) -> list[ConversationSource]:
         asked.append(paths)
         return find_sources(paths, split)
 
@@ -140,8 +140,8 @@ def test_what_a_killed_run_left_is_swept(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", talk(1))
     rows = rows_of(tmp_path, file)
     whole = contents(rows.directory)
-    rows.directory.rename(rows.directory.with_name(rows.directory.name + ".partial"))
-    (rows.directory.with_name(rows.directory.name + ".partial") / "tokens").write_bytes(b"half")
+    rows.directory.rename(rows.directory.with_name(f".{rows.directory.name}.partial"))
+    (rows.directory.with_name(f".{rows.directory.name}.partial") / "tokens").write_bytes(b"half")
     assert contents(rows_of(tmp_path, file).directory) == whole
 
 

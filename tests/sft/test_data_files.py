@@ -1,4 +1,4 @@
-"""Files of conversations: every format by its keys, every fault by file and line, every row counted once."""
+"""Files of conversations: formats are recognised, mistakes are named by file and line, every row counts once."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_dataset_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: py
     assert "cannot be read (no network at all); check the spelling" in refusal(tmp_path, "someone/talks")
 
 
-# What is wrong with a line.
+# Mistakes in a line.
 
 FAULTS: dict[str, tuple[bytes | str | dict[str, Any], str]] = {
     "trailing data": (json.dumps(YES) + " {}", "line 2: trailing data after its object"),
@@ -176,7 +176,7 @@ def test_a_malformed_line_is_refused_by_file_and_line(tmp_path: Path, line: Any,
     file = write_lines(tmp_path / "a.jsonl", YES, line, NO)
     text = refusal(tmp_path, file)
     assert text.startswith(f"{file}, {words}")
-    assert text.endswith("mend it, or --sft.malformed skip")
+    assert text.endswith("correct it, or set --sft.malformed skip")
 
 
 @pytest.mark.parametrize(("line", "words"), FAULTS.values(), ids=FAULTS)
@@ -211,17 +211,17 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     assert texts(rows_of(tmp_path, file)) == [YES_TEXT]
 
 
-# What is wrong with a file.
+# Mistakes in a file.
 
 
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
-        ("a.csv", b"prompt,completion\n", "a.csv is in a format that is not read; .jsonl"),
-        ("a.jsonl", b'{"text": "yes"}', "line 1: the keys 'text' are those of no known format (messages: messages;"),
+        ("a.csv", b"prompt,completion\n", "a.csv is in an unknown format; give .jsonl"),
+        ("a.jsonl", b'{"text": "yes"}', "line 1: the keys 'text' match no known format (messages: messages;"),
         ("a.jsonl", b"", "nothing to train on: none of 0 rows"),
         ("a.jsonl", b'{"messages": []}', "(1 conversations left out: nothing in them to learn)"),
-        ("a.json", b"[1, 2", "begins as a list, but is no JSON"),
+        ("a.json", b"[1, 2", "begins as a list, but is not valid JSON"),
         ("a.json", b'["\xff"]', "line 1: not valid UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"messages": []}\n' * 9, mtime=0)[:-9], "cannot be read to its end"),
         ("a.jsonl.gz", b"no archive", "cannot be read to its end"),

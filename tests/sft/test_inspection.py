@@ -1,4 +1,4 @@
-"""`femto sft-inspect`: each token, whether it is trained, the counts; and settings that are refused."""
+"""`femto sft-inspect`: tokens, trained or not, and counts; settings that are refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from femto_core.config import Config, config_class, make_config, read_toml
+from femto_core.cli import run_command
+from femto_core.config import Config, config_class, make_config
 from femto_core.errors import UserError
 from femto_core.plugins import list_plugins
+from femto_core.toml_file import read_toml
+from femto_report.samples import SampleSection
 from femto_sft.conversation import Problem
-from femto_sft.inspection import TRAINED, UNTRAINED, conversations, inspect_command, show
+from femto_sft.inspection import TRAINED, UNTRAINED, conversations, show
 from femto_sft.plugin import SupervisedFineTuning, advice
 from femto_sft.section import SFTSection
 from femto_sft.tokenizer import load_tokenizer
@@ -34,7 +37,7 @@ def words(tmp_path: Path, file: Path, *more: str) -> list[str]:
 
 def test_trained_tokens_have_brackets_and_the_counts_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_lines(tmp_path / "a.jsonl", YES, {"messages": []}, said(("user", "q" * 300), ("assistant", "yes")))
-    assert inspect_command(words(tmp_path, file, "--sft.held-out", "0", "--data.seq-len", "64")) == 0
+    assert run_command(["sft-inspect", *words(tmp_path, file, "--sft.held-out", "0", "--data.seq-len", "64")]) == 0
     out = capsys.readouterr().out
     assert "conversation 0: " in out
     assert "[yes][<|im_end|>]\\n|" in out
@@ -72,10 +75,10 @@ def test_a_conversation_that_cannot_be_read_says_why() -> None:
     assert "is wrong" in show(Problem("is wrong"), "title", make_tokenizer(), 64, SFTSection()).plain
 
 
-@pytest.mark.parametrize("numbers", ["", "one", "1;2"])
+@pytest.mark.parametrize("numbers", ["", "one", "1;2", "-1", "0,3"])
 def test_numbers_that_are_none_are_refused(tmp_path: Path, numbers: str) -> None:
-    with pytest.raises(UserError, match="--show needs numbers"):
-        inspect_command(words(tmp_path, tmp_path / "a.jsonl", "--show", numbers))
+    with pytest.raises(UserError, match=r"^--show = .* \(on the command line\): must be "):
+        run_command(["sft-inspect", *words(tmp_path, tmp_path / "a.jsonl", "--show", *numbers.split())])
 
 
 def test_a_conversation_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -110,7 +113,7 @@ def test_the_command_is_found_where_only_the_file_names_its_plugin(tmp_path: Pat
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    return make_config(config_class({"sft": SFTSection}), sections, {})
+    return make_config(config_class({"sft": SFTSection, "sample": SampleSection}), sections, {})
 
 
 @pytest.mark.parametrize(
@@ -148,11 +151,11 @@ def test_values_out_of_range_are_refused(values: dict[str, Any], text: str) -> N
 
 def test_the_example_is_a_complete_set_of_settings() -> None:
     file = Path(__file__).parents[2] / "examples" / "sft_smollm2.toml"
-    example = make_config(config_class({"sft": SFTSection}), read_toml(file), {}, str(file))
+    example = make_config(config_class({"sft": SFTSection, "sample": SampleSection}), read_toml(file), {}, str(file))
     SupervisedFineTuning().femto_validate(example)
     assert advice(example) == []
-    assert example.sample.prompts[0].startswith("<|im_start|>system\n")
-    assert example.sample.prompts[0].endswith("<|im_start|>assistant\n")
+    assert example.section(SampleSection).prompts[0].startswith("<|im_start|>system\n")
+    assert example.section(SampleSection).prompts[0].endswith("<|im_start|>assistant\n")
 
 
 def test_the_plugin_takes_the_data_seats_and_nothing_else() -> None:

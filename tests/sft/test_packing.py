@@ -1,4 +1,4 @@
-"""Packing: nothing lost, no row overfull, never far from the fewest rows, the same each time, and fast."""
+"""Packing: no item lost, no row overfull, few rows, reproducible, and fast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ lengths_and_capacity = st.integers(1, 40).flatmap(
 
 
 def quadratic_first_fit(lengths: Sequence[int], capacity: int) -> Rows:
-    """The definition, word by word."""
+    """First-fit and best-fit decreasing by their definition, without data structures."""
     rows: Rows = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         for row in rows:
@@ -32,7 +32,7 @@ def quadratic_first_fit(lengths: Sequence[int], capacity: int) -> Rows:
 
 
 def fewest_rows(lengths: Sequence[int], capacity: int) -> int:
-    """By trying everything, the longest first, one of equally empty rows standing for all of them."""
+    """The fewest rows, by trying every packing; of equally empty rows only one is tried."""
     best = len(lengths)
 
     def place(number: int, left: tuple[int, ...]) -> None:
@@ -74,7 +74,7 @@ def test_first_fit_decreasing_is_what_its_definition_says(case: tuple[list[int],
 def test_best_fit_opens_a_row_only_where_no_other_has_room(case: tuple[list[int], int]) -> None:
     lengths, capacity = case
     rows = [sorted(lengths[i] for i in row) for row in best_fit_decreasing(lengths, capacity)]
-    for later in range(len(rows)):  # its largest item fitted into none of the rows before, as they then were
+    for later in range(len(rows)):  # its largest item fitted into no earlier row at that time
         largest = rows[later][-1]
         for row in rows[:later]:
             assert sum(length for length in row if length >= largest) + largest > capacity
@@ -100,7 +100,7 @@ def test_rows_cut_into_pieces_are_put_together_within_eleven_ninths(
 ) -> None:
     random = np.random.default_rng(seed)
     lengths: list[int] = []
-    for _ in range(rows):  # full rows: so many are the fewest
+    for _ in range(rows):  # full rows, so `rows` is the minimum
         cuts = np.unique(random.integers(1, capacity, size=random.integers(0, most)))
         lengths += np.diff([0, *cuts.tolist(), capacity]).tolist()
     random.shuffle(lengths)
@@ -133,7 +133,7 @@ def test_a_hundred_thousand_conversations_take_under_a_second(packing: str, capa
     random = np.random.default_rng(0)
     lengths = random.integers(1, capacity + 1, 100_000).tolist()
     seconds = []
-    for _ in range(3):  # processor time, and the best of three: other processes are not packing's fault
+    for _ in range(3):  # the best of three processor times, because other processes disturb
         started = time.process_time()
         PACKINGS[packing](lengths, capacity)
         seconds.append(time.process_time() - started)

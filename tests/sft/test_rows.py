@@ -1,4 +1,4 @@
-"""Rows and batches: documents isolated, over-long ones by a stated policy, made once, the same each time."""
+"""Rows and batches: isolated documents, policies for over-long conversations, held-out conversations, determinism."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from femto_core.batch import IGNORE_INDEX, Batch
-from femto_core.data import DistributedDataLoader, DistributedSampler, evaluation_batches
+from femto_core.data import DistributedDataLoader, evaluation_batches
+from femto_core.sampler import DistributedSampler
 from femto_sft.collator import collate
-from femto_sft.counts import Counts
+from femto_sft.filter_report import ConversationCounts
 from femto_sft.prepare import cut, write_rows
 from femto_sft.rows import ConversationRows, Row, read_manifest
 from femto_sft.section import SFTSection
@@ -34,14 +35,13 @@ def batch_of(lengths: tuple[int, ...], trained: bool = True) -> Batch:
     return collate([Row(torch.arange(10, 10 + total), torch.full((total,), trained), lengths)])
 
 
-# What a batch is.
+# Batches.
 
 
-def test_targets_positions_and_numbers_end_with_each_document() -> None:
+def test_targets_and_positions_end_with_each_document() -> None:
     batch = batch_of((3, 1, 2))
     assert batch.targets.tolist() == [[11, 12, IGNORE_INDEX, IGNORE_INDEX, 15, IGNORE_INDEX]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
-    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 2, 2]]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**32))
@@ -67,7 +67,7 @@ def test_all_parts_of_a_batch_keep_one_length_for_any_cutoff(tmp_path: Path, seq
         return
     rows = rows_of(tmp_path, file, seq_len=seq_len, overlong=overlong)
     batch = collate([rows[i] for i in range(len(rows))])
-    parts = (batch.input_ids, batch.targets, batch.position_ids, batch.document_ids)
+    parts = (batch.input_ids, batch.targets, batch.position_ids)
     assert all(part.shape == (len(rows), seq_len) and part.dtype == torch.int64 for part in parts)
     assert batch.valid == read_manifest(rows.directory)["counts"]["trained_tokens"] > 0
 
@@ -92,7 +92,7 @@ def test_where_padding_is_eos_the_end_of_turn_keeps_its_label(tmp_path: Path) ->
     assert int((batch.input_ids == eos).sum()) > 4
 
 
-# What does not fit.
+# Over-long conversations.
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_where_padding_is_eos_the_end_of_turn_keeps_its_label(tmp_path: Path) ->
 def test_lengths_four_two_three_one_in_rows_of_three(
     tmp_path: Path, policy: Any, lengths: list[int], lost: int
 ) -> None:
-    counts = Counts()
+    counts = ConversationCounts()
     talks = [document(4, 10), document(2, 20), document(3, 30), document(1, 40)]
     settings = SFTSection(overlong=policy, held_out=0.0)
     written = write_rows(iter(talks), tmp_path, 3, settings, counts)
     found = sorted(np.diff(np.fromfile(tmp_path / "starts", "<i8")).tolist())
-    # The one of length 1 has no target, and is not among what is written.
+    # The piece of length 1 has no target, and is not written.
     assert found == [length for length in lengths if length > 1]
     assert counts.overlong == 1
     assert counts.dropped == (policy != "split")
@@ -119,7 +119,7 @@ def test_lengths_four_two_three_one_in_rows_of_three(
 def test_split_pieces_train_every_token_that_can_be_once(length: int, total: int, seed: int) -> None:
     trained = np.random.default_rng(seed).random(total) < 0.3
     tokens = Tokens(np.arange(total, dtype=np.int32), trained)
-    counts = Counts()
+    counts = ConversationCounts()
     pieces = cut(tokens, length, SFTSection(overlong="split"), counts)
     assert all(len(piece) <= length and piece.learnable for piece in pieces)
     learnt = [token for piece in pieces for token in piece.ids[1:][piece.trained[1:]].tolist()]
@@ -141,7 +141,7 @@ def test_truncation_cuts_behind_the_last_answer_that_fits(tmp_path: Path) -> Non
 def test_a_long_question_and_a_short_answer_have_nothing_to_learn_in_a_short_row(tmp_path: Path, overlong: str) -> None:
     long = said(("user", "q" * 200), ("assistant", "yes"))
     file = write_lines(tmp_path / "a.jsonl", long)
-    if overlong == "split":  # the last piece has the answer, and is all that is kept
+    if overlong == "split":  # only the last piece has the answer, so only it is kept
         rows = rows_of(tmp_path, file, overlong=overlong)
         assert collate([rows[0]]).valid == 2, "yes and its end of turn"
         assert "pieces without anything to learn left out" in log_of(rows, file)
@@ -177,7 +177,7 @@ def test_without_a_share_nothing_is_held_out(tmp_path: Path) -> None:
 def test_the_loader_gives_each_row_once_an_epoch(tmp_path: Path, workers: int) -> None:
     rows = rows_of(tmp_path, write_lines(tmp_path / "a.jsonl", *(talk(i) for i in range(5))), packing="pad")
     sampler = DistributedSampler(
-        rows=5, global_batch=2, micro_batch=2, dp_size=1, dp_rank=0, seed=0, shuffle=True, remainder="pad"
+        rows=5, global_batch=2, micro_batch=2, size=1, rank=0, seed=0, shuffle=True, remainder="pad"
     )
     loader = DistributedDataLoader(rows, sampler, collate, workers=workers, pin_memory=False)
     valid = sum(batch.valid for _ in range(sampler.steps_per_epoch) for batch in loader.next_step())
@@ -190,7 +190,7 @@ def test_five_rows_on_two_ranks_evaluate_as_five_rows(tmp_path: Path) -> None:
     valid = sum(
         batch.valid
         for rank in range(2)
-        for batch in evaluation_batches(rows, collate, rows=5, micro_batch=2, dp_size=2, dp_rank=rank)
+        for batch in evaluation_batches(rows, collate, rows=5, micro_batch=2, size=2, rank=rank)
     )
     assert valid == read_manifest(rows.directory)["counts"]["trained_tokens"]
 

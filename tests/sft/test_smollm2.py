@@ -1,4 +1,4 @@
-"""A real model, fine-tuned for a few steps: what examples/sft_smollm2.toml does, small."""
+"""A real model, fine-tuned for a few steps: examples/sft_smollm2.toml in small."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from femto_core.testing import make_trainer
 from femto_core.trainer import Trainer
 from femto_report.sanity import first_loss
 from femto_sft.rows import Row
+from femto_tools.testing import make_trainer
 from tests.sft.tasks import ConversationTask
 
 ROOT = Path(__file__).parents[2]

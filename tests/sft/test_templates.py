@@ -1,4 +1,4 @@
-"""Which tokens are trained: the assistant's own, with its end of turn, and nothing that only looks like them."""
+"""Which tokens are trained: the assistant's, with the end of turn, and no text that only looks like an answer."""
 
 from __future__ import annotations
 
@@ -101,15 +101,15 @@ def test_a_template_without_marks_trains_neither_nothing_nor_everything() -> Non
 def test_marks_around_nothing_are_refused_not_trained_on() -> None:
     problem = encode(make_tokenizer(making.MARKED_AROUND_NOTHING), said(QUESTION, ANSWER))
     assert isinstance(problem, Problem)
-    assert "marks are around nothing" in problem.reason
+    assert "marks are empty" in problem.reason
 
 
 @pytest.mark.parametrize(
     ("template", "row", "words"),
     [
         (making.THINKING, TWO_TURNS, "renders turn 3 (the assistant's) differently once others follow"),
-        (making.ENDING_IN_A_SPACE, said(QUESTION, ANSWER), "what comes before turn 2 (the assistant's) differently"),
-        (making.COUNTING, said(QUESTION, ANSWER), "what comes before turn 2 (the assistant's) differently"),
+        (making.ENDING_IN_A_SPACE, said(QUESTION, ANSWER), "the text before turn 2 (the assistant's) differently"),
+        (making.COUNTING, said(QUESTION, ANSWER), "the text before turn 2 (the assistant's) differently"),
         (making.PLAIN_CHATML, said(ANSWER, QUESTION), "begins with the assistant"),
         (making.ALTERNATING, said(QUESTION, QUESTION, ANSWER), "roles must alternate"),
     ],
@@ -137,7 +137,7 @@ def test_an_answer_that_would_share_a_token_with_its_prompt_is_refused() -> None
     tokenizer.add_tokens(["\n\n"])
     problem = encode(tokenizer, said(QUESTION, ("assistant", "\nyes")))
     assert isinstance(problem, Problem)
-    assert "differently once the answer is there" in problem.reason
+    assert "differently once the answer follows" in problem.reason
 
 
 def test_a_prompt_that_is_itself_a_conversation_is_not_trained(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -183,7 +183,7 @@ def test_another_tokenizer_than_the_models_is_refused(tmp_path: Any) -> None:
     other.add_special_tokens({"additional_special_tokens": ["<|other|>"]})
     other.save_pretrained(tmp_path / "other")
     assert load_tokenizer(name, "", str(tmp_path / "model")) is not None
-    with pytest.raises(UserError, match="another tokenizer than the one the model was trained with"):
+    with pytest.raises(UserError, match="another tokenizer than the model's in"):
         load_tokenizer(name, "", str(tmp_path / "other"))
     with pytest.raises(UserError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path / "nowhere"), "", "")

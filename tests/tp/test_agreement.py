@@ -1,4 +1,4 @@
-"""However layers, rows and data are cut over ranks: losses, norms, gradients and weights of one process, in float64."""
+"""Every layout trains like one process: losses, norms, gradients and weights, in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from femto_core.testing import RandomTask, Record, WorkerPool, assemble, worst_difference
+from femto_tools.testing import RandomTask, Record, WorkerPool, assemble, worst_difference
 from tests.tp.tools import Values, merged, tp, train_tp
 
 BOUND = 1e-9
@@ -43,7 +43,7 @@ def difference(
     task: RandomTask | None = None,
     more: Values | None = None,
 ) -> float:
-    """Return how far tp `size` x dp `dp` trains from one process; pieces of rows, stages and batches as asked."""
+    """Return the largest difference between tp `size` x dp `dp` and one process, with the given settings."""
     task = task or RandomTask()
     cut = merged(
         FIVE, values, {"data": {"micro_batch": micro_batch or 8 // dp}}, tp(size, sequence_parallel), more or {}
@@ -54,7 +54,8 @@ def difference(
     return worst_difference(one, many)
 
 
-# Each pair of (layout, stage of ZeRO), (stage, kind of cut), (family, layout) and (family, tied) occurs at least once.
+# Each pair of (layout, ZeRO stage), (ZeRO stage, sequence parallel), (family, layout), (family, tied) occurs
+# at least once.
 MATRIX = [
     # size, dp, stage, parts of rows, family, tied, documents, micro-batch
     (2, 1, "", False, "llama", True, 1, 8),
@@ -97,7 +98,7 @@ def test_any_layout_trains_as_one_process(
     documents: int,
     micro_batch: int,
 ) -> None:
-    """37 words divide by no number of ranks; two key/value heads are copied on four."""
+    """37 tokens do not divide evenly; with four ranks, two key/value heads are replicated."""
     found = difference(
         pool,
         one_process,
@@ -132,7 +133,7 @@ def test_any_layout_trains_as_one_process(
     ],
     ids=str,
 )
-def test_heads_that_divide_are_copied_or_are_shared_out_unevenly_train_alike(
+def test_even_uneven_and_replicated_heads_train_alike(
     pool: WorkerPool,
     one_process: OneProcess,
     heads: int,
@@ -177,7 +178,7 @@ def test_sizes_that_do_not_divide_or_are_less_than_ranks(
 def test_masters_beside_the_weights_train_alike(
     pool: WorkerPool, one_process: OneProcess, size: int, dp: int, sequence_parallel: bool, stage: str
 ) -> None:
-    """Plugin bf16 keeps its masters apart in float64, too."""
+    """Plugin bf16 keeps separate masters, in float64 too."""
     found = difference(
         pool,
         one_process,
@@ -194,7 +195,7 @@ def test_masters_beside_the_weights_train_alike(
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole rows", "parts of rows"])
 def test_eager_attention_sees_its_own_heads(pool: WorkerPool, one_process: OneProcess, sequence_parallel: bool) -> None:
-    """transformers' eager attention repeats key/value heads by a number that it keeps."""
+    """transformers' eager attention repeats key/value heads by a count that the module stores."""
     values = model("qwen3", True, 8, 2, attention="eager")
     task = RandomTask(documents=3)
     found = difference(pool, one_process, values, size=4, sequence_parallel=sequence_parallel, task=task)
@@ -221,7 +222,7 @@ def test_the_same_data_for_fifty_steps_and_the_difference_does_not_grow(
 
 
 def biased(folder: Path) -> Values:
-    """A Llama with biases everywhere, as its config.json may ask for: the only row layers that have some."""
+    """A Llama with biases everywhere, as config.json allows: no other family has biases in row layers."""
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=24,
@@ -261,7 +262,7 @@ def test_biases_of_row_layers_are_added_once(
 
 
 def replicated_bits(values: Values, plugins: tuple[str, ...]) -> dict[str, Any]:
-    """Train; return what several ranks hold, with each rank's gradients of every step."""
+    """Train; return the replicated parameters and each rank's gradients of every step."""
     part = train_tp(values, plugins, RandomTask(documents=2))
     names = [name for name, layout in part["layouts"].items() if "layers" in name or "norm" in name]
     return {
@@ -275,10 +276,10 @@ def replicated_bits(values: Values, plugins: tuple[str, ...]) -> dict[str, Any]:
     [("float32", (), False), ("float32", (), True), ("float32", ("bf16",), False), ("float32", ("bf16",), True)],
     ids=["fp32", "fp32, parts of rows", "bf16", "bf16, parts of rows"],
 )
-def test_ranks_that_hold_the_same_hold_the_same_bits_for_fifty_steps(
+def test_replicated_parameters_keep_equal_bits_for_fifty_steps(
     pool: WorkerPool, tmp_path: Path, dtype: str, plugins: tuple[str, ...], sequence_parallel: bool
 ) -> None:
-    """Norms, the biases of row layers and copies of key/value heads (weights and biases), on four ranks."""
+    """Norms, the biases of row layers and replicas of key/value heads (weights and biases), on four ranks."""
     shared = {"input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"}
     copied = {f"self_attn.{name}_proj.weight" for name in "kv"}
     of_llama = {"self_attn.o_proj.bias", "mlp.down_proj.bias"} | {f"self_attn.{name}_proj.bias" for name in "kv"}
@@ -292,7 +293,7 @@ def test_ranks_that_hold_the_same_hold_the_same_bits_for_fifty_steps(
 def replicated(
     pool: WorkerPool, family: Values, dtype: str, plugins: tuple[str, ...], sequence_parallel: bool
 ) -> set[str]:
-    """Compare what several ranks hold; return its names."""
+    """Compare the replicated parameters; return their names."""
     values = merged(
         family,
         {"train": {"steps": 50, "dtype": dtype}, "data": {"micro_batch": 8}},

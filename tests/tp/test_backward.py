@@ -1,4 +1,4 @@
-"""Backward in other ways: weights' gradients put off, layers computed again, attention dropped out."""
+"""Backward with deferred weight gradients, with recomputed layers, and with attention dropout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from femto_core.hookspecs import hookimpl
-from femto_core.testing import RandomTask, WorkerPool, assemble, make_trainer, train_job, worst_difference
+from femto_tools.testing import RandomTask, WorkerPool, assemble, make_trainer, train_job, worst_difference
 from tests.conftest import DropoutTask
 from tests.tp.tools import Values, merged, tp, train_tp
 
@@ -21,29 +21,29 @@ pytestmark = pytest.mark.slow
 
 MODEL: Values = {"model": {"family": "qwen2", "heads": 4, "kv_heads": 2, "vocab_size": 37}, "data": {"micro_batch": 2}}
 CUTS = [(2, False), (2, True), (4, False), (4, True)]
-IDS = ["tp 2", "tp 2, parts of rows", "tp 4, copies", "tp 4, copies, parts of rows"]
+IDS = ["tp 2", "tp 2, parts of rows", "tp 4, replicas", "tp 4, replicas, parts of rows"]
 
 
-# Weights' gradients put off.
+# Deferred weight gradients.
 
 
 def immediate_and_deferred(values: Values) -> tuple[float, dict[str, set[int]], list[str]]:
-    """Return the largest difference, how often a parameter's hook saw a gradient, and what backward alone left out."""
+    """Return the largest difference, the hook calls per parameter, and the gradients missing after backward."""
     trainer = make_trainer(values, ("tp",), {"random_task": RandomTask(documents=2)})
-    trainer.grad_sync.close()  # gradients stay where autograd puts them
+    trainer.sharding.close()  # gradients stay in .grad
     micro_batches = trainer.loader.next_step()[:2]
     named = dict(trainer.stage.named_parameters())
     counts: Counter[str] = Counter()
 
     def saw(name: str, parameter: torch.Tensor) -> None:
-        counts[name] += parameter.grad is not None  # torch calls hooks even where a backward returned None
+        counts[name] += parameter.grad is not None  # torch calls the hook even if a backward returned None
 
     for name, parameter in named.items():
         parameter.register_post_accumulate_grad_hook(functools.partial(saw, name))  # type: ignore[no-untyped-call]
 
     def loss_of(batch: Any) -> torch.Tensor:
         hidden = trainer.stage.forward(batch.input_ids, batch)
-        return trainer.loss(hidden, trainer.stage.head, batch.targets)
+        return trainer.loss(hidden, trainer.stage.head, batch)
 
     def take() -> dict[str, torch.Tensor]:
         found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
@@ -55,18 +55,18 @@ def immediate_and_deferred(values: Values) -> tuple[float, dict[str, set[int]], 
         loss_of(batch).backward()  # type: ignore[no-untyped-call]
     wanted = take()
     counts.clear()
-    put_off, missing = [], []
+    passes, missing = [], []
     for batch in micro_batches:
         loss = loss_of(batch)
-        with trainer.stage.weight_grads.put_off() as later:
+        with trainer.stage.weight_grads.defer() as deferred:
             loss.backward()  # type: ignore[no-untyped-call]
-        put_off.append(later)
-        if len(put_off) == 1:
+        passes.append(deferred)
+        if len(passes) == 1:
             missing = sorted(name for name, p in named.items() if p.grad is None)
             counts.clear()
-    for later in put_off:
-        later.compute()
-        later.compute()  # nothing is left to do twice
+    for deferred in passes:
+        deferred.compute()
+        deferred.compute()  # a second call computes nothing
     found = take()
     trainer.close()
     assert found.keys() == wanted.keys() == named.keys()
@@ -75,19 +75,19 @@ def immediate_and_deferred(values: Values) -> tuple[float, dict[str, set[int]], 
 
 
 @pytest.mark.parametrize(("size", "sequence_parallel"), CUTS, ids=IDS)
-def test_gradients_put_off_are_those_computed_at_once(pool: WorkerPool, size: int, sequence_parallel: bool) -> None:
+def test_deferred_gradients_equal_immediate_ones(pool: WorkerPool, size: int, sequence_parallel: bool) -> None:
     matrices = {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
     for worst, _, missing in pool.run(size, immediate_and_deferred, merged(MODEL, tp(size, sequence_parallel))):
         assert worst < 1e-12
-        put_off = {name.split(".")[-2] for name in missing}
-        assert put_off == matrices, "else nothing was put off"
+        deferred = {name.split(".")[-2] for name in missing}
+        assert deferred == matrices, "otherwise nothing was deferred"
         assert "model.layers.0.self_attn.q_proj.bias" in missing
         assert not any("norm" in name or "embed" in name for name in missing)
 
 
 def hooks_of_one_put_off(values: Values) -> dict[str, int]:
     trainer = make_trainer(values, ("tp",))
-    trainer.grad_sync.close()
+    trainer.sharding.close()
     counts: Counter[str] = Counter()
     for name, parameter in trainer.stage.named_parameters():
 
@@ -98,9 +98,9 @@ def hooks_of_one_put_off(values: Values) -> dict[str, int]:
         parameter.register_post_accumulate_grad_hook(saw)  # type: ignore[no-untyped-call]
     batch = trainer.loader.next_step()[0]
     hidden = trainer.stage.forward(batch.input_ids, batch)
-    with trainer.stage.weight_grads.put_off() as later:
-        trainer.loss(hidden, trainer.stage.head, batch.targets).backward()  # type: ignore[no-untyped-call]
-    later.compute()
+    with trainer.stage.weight_grads.defer() as deferred:
+        trainer.loss(hidden, trainer.stage.head, batch).backward()  # type: ignore[no-untyped-call]
+    deferred.compute()
     trainer.close()
     return dict(counts)
 
@@ -112,12 +112,12 @@ def test_each_parameters_hook_sees_its_gradient_once(pool: WorkerPool, size: int
         assert len(counts) == 2 + 2 * 12
 
 
-# Layers computed again in backward.
+# Recomputed layers.
 
 
 @attrs.frozen
 class RecomputingTask(DropoutTask):
-    """Every layer runs again in backward."""
+    """Recomputes every layer in backward."""
 
     reentrant: bool = False
     drops: bool = False
@@ -136,7 +136,7 @@ class RecomputingTask(DropoutTask):
 
 @attrs.frozen
 class PlainDropoutTask(RandomTask):
-    """The same dropout without recomputation."""
+    """Uses the same dropout without recomputation."""
 
     @hookimpl
     def femto_transform_model(self, model: Any) -> None:
@@ -149,7 +149,7 @@ def recomputed(forward: Callable[..., torch.Tensor], reentrant: bool, hidden: to
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize(("size", "sequence_parallel"), CUTS, ids=IDS)
-def test_layers_computed_again_give_the_same_bits(
+def test_recomputed_layers_give_the_same_bits(
     pool: WorkerPool, size: int, sequence_parallel: bool, reentrant: bool
 ) -> None:
     values = merged(MODEL, {"train": {"steps": 3}}, tp(size, sequence_parallel))
@@ -159,7 +159,7 @@ def test_layers_computed_again_give_the_same_bits(
 
 
 def same_bits(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    """Whether each rank did the same."""
+    """Return whether each rank got the same results."""
     return all(
         a["losses"] == b["losses"]
         and all(torch.equal(a["weights"][name], b["weights"][name]) for name in a["weights"])
@@ -171,22 +171,22 @@ def same_bits(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "parts of rows"])
-def test_recomputed_layers_put_off_their_gradients_too(pool: WorkerPool, sequence_parallel: bool) -> None:
+def test_recomputed_layers_defer_their_gradients_too(pool: WorkerPool, sequence_parallel: bool) -> None:
     values = merged(MODEL, tp(2, sequence_parallel))
     assert all(worst < 1e-12 for worst in pool.run(2, recomputed_and_deferred, values))
 
 
 def recomputed_and_deferred(values: Values) -> float:
     trainer = make_trainer(values, ("tp",), {"random_task": RecomputingTask()})
-    trainer.grad_sync.close()
+    trainer.sharding.close()
     batch = trainer.loader.next_step()[0]
     found = []
     for deferred in (False, True):
-        loss = trainer.loss(trainer.stage.forward(batch.input_ids, batch), trainer.stage.head, batch.targets)
+        loss = trainer.loss(trainer.stage.forward(batch.input_ids, batch), trainer.stage.head, batch)
         if deferred:
-            with trainer.stage.weight_grads.put_off() as later:
+            with trainer.stage.weight_grads.defer() as halves:
                 loss.backward()  # type: ignore[no-untyped-call]
-            later.compute()
+            halves.compute()
         else:
             loss.backward()  # type: ignore[no-untyped-call]
         found.append({name: p.grad for name, p in trainer.stage.named_parameters() if p.grad is not None})
@@ -208,21 +208,21 @@ def with_dropout(values: Values, task: RandomTask) -> dict[str, Any]:
 def test_dropout_is_reproducible_and_differs_between_ranks(
     pool: WorkerPool, size: int, sequence_parallel: bool
 ) -> None:
-    """Other seeds draw other numbers; ranks that hold the same still hold the same bits; recomputed it is the same."""
+    """Seeds differ in their draws; replicated parameters keep equal bits; recomputation changes nothing."""
     values = merged(MODEL, {"train": {"steps": 3}}, tp(size, sequence_parallel))
     task = PlainDropoutTask()
     runs = [pool.run(size, with_dropout, values, task) for _ in range(2)]
     assert same_bits(*runs)
     states = [part["random"] for part in runs[0]]
     assert all(not torch.equal(a, b) for n, a in enumerate(states) for b in states[:n])
-    assemble(runs[0])  # what is held by several is held alike
+    assemble(runs[0])  # checks that replicated parameters are equal
     without = pool.run(size, with_dropout, values, RandomTask())
     assert not same_bits(runs[0], without)
     assert same_bits(runs[0], pool.run(size, with_dropout, values, RecomputingTask(drops=True)))
 
 
 def masks(values: Values) -> torch.Tensor:
-    """Return what attention made of one head's worth of ones, dropped out: which places are 0."""
+    """Return which elements dropout zeroed in attention over one head's worth of ones."""
     trainer = make_trainer(values, ("tp",), {"random_task": PlainDropoutTask()})
     drawn = torch.rand(8)
     trainer.close()
@@ -230,7 +230,7 @@ def masks(values: Values) -> torch.Tensor:
 
 
 def test_no_two_ranks_draw_the_same_numbers(pool: WorkerPool) -> None:
-    """Neither along tp, where they hold other heads, nor along dp, where they see other rows."""
+    """Ranks along tp have other heads, and ranks along dp see other rows."""
     drawn = pool.run(4, masks, merged(MODEL, tp(2)))
     assert len({tuple(numbers.tolist()) for numbers in drawn}) == 4
     again = pool.run(4, masks, merged(MODEL, tp(2)))

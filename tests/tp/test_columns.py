@@ -1,4 +1,4 @@
-"""Column layers that share an input share its gradient's sum; what travels for a layer is what the papers say."""
+"""Column layers with the same input share one sum of its gradient; a layer's communication is that of the papers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from femto_core.testing import RandomTask, WorkerPool, make_trainer
 from femto_ops.deferral import WeightGradients
+from femto_tools.testing import RandomTask, WorkerPool, make_trainer
 from femto_tp.column import gather_for
-from femto_tp.sequence import Sequence
+from femto_tp.sequence import SequenceShards
 from tests.tp.tools import (
     Values,
     all_ranks,
@@ -31,11 +31,11 @@ GRADS = {name: normal(6 + n, 2, 8, len(weight)) for n, (name, (weight, _)) in en
 
 
 def group_job(calls: tuple[tuple[str, str], ...], is_sequence_parallel: bool) -> int:
-    """Call members (name, input) in any way; compare with plain layers; return the sums over ranks in backward.
+    """Call members (name, input) in the given order; compare with plain layers; return the collectives in backward.
 
-    Inputs: x, the tensor that all share; "other", a tensor computed from it.
+    Inputs: "x" is the shared tensor; "other" is a tensor computed from it.
     """
-    ranks, later = all_ranks(), WeightGradients()
+    ranks, weight_grads = all_ranks(), WeightGradients()
     x = normal(9, 2, 8, 6)
     ref = {name: (leaf(w), None if b is None else leaf(b)) for name, (w, b) in FULL.items()}
     ref_x = leaf(x)
@@ -43,10 +43,10 @@ def group_job(calls: tuple[tuple[str, str], ...], is_sequence_parallel: bool) ->
     wanted = [F.linear(inputs[which], *ref[name]) for name, which in calls]
     torch.autograd.backward(wanted, [GRADS[name] for name, _ in calls])
 
-    layers, group = columns(FULL, ranks, later, in_sequence=is_sequence_parallel)
+    layers, group = columns(FULL, ranks, weight_grads, in_sequence=is_sequence_parallel)
     part = x.chunk(ranks.size, 1)[ranks.rank] if is_sequence_parallel else x
     ours = leaf(part)
-    whole = gather_for([group], Sequence(ranks), ours) if is_sequence_parallel else ours
+    whole = gather_for([group], SequenceShards(ranks), ours) if is_sequence_parallel else ours
     inputs = {"x": whole, "other": whole.tanh()}
     found = [layers[name](inputs[which]) for name, which in calls]
     cut = {name: places(len(weight), ranks) for name, (weight, _) in FULL.items()}
@@ -96,20 +96,20 @@ def test_members_called_in_any_way_give_the_gradients_of_plain_layers(
 ) -> None:
     for world in (2, 4):
         for number in pool.run(world, group_job, calls, is_sequence_parallel):
-            if is_sequence_parallel:  # what is called with something else may sum its own, once
+            if is_sequence_parallel:  # a call with another tensor may add one sum
                 assert number <= sums
             else:
                 assert number == sums
 
 
 def leave_nothing_behind() -> None:
-    ranks, later = all_ranks(), WeightGradients()
-    layers, group = columns(FULL, ranks, later)
+    ranks, weight_grads = all_ranks(), WeightGradients()
+    layers, group = columns(FULL, ranks, weight_grads)
     x = normal(9, 2, 6)
     for member in ("q", "k", "v", "k", "v", "q"):
         layers[member](x)
     assert not group._outputs
-    assert group._input is None, "a tensor is kept alive"
+    assert group._input is None, "the group keeps a tensor alive"
 
 
 def test_a_group_keeps_nothing_once_all_members_were_called(pool: WorkerPool) -> None:
@@ -117,9 +117,9 @@ def test_a_group_keeps_nothing_once_all_members_were_called(pool: WorkerPool) ->
 
 
 def change_in_place() -> bool:
-    """Without gradients nothing else would notice; with them autograd refuses the first member's backward."""
-    ranks, later = all_ranks(), WeightGradients()
-    layers, _ = columns(FULL, ranks, later)
+    """Without gradients no other check would notice; with gradients autograd refuses the first member's backward."""
+    ranks, weight_grads = all_ranks(), WeightGradients()
+    layers, _ = columns(FULL, ranks, weight_grads)
     cut = places(4, ranks)
     x = normal(9, 2, 6)
     with torch.no_grad():
@@ -128,11 +128,11 @@ def change_in_place() -> bool:
         return torch.allclose(layers["k"](x), F.linear(x, FULL["k"][0])[..., cut])
 
 
-def test_an_input_changed_in_place_is_another_input(pool: WorkerPool) -> None:
+def test_an_input_that_was_changed_in_place_is_a_new_input(pool: WorkerPool) -> None:
     assert all(pool.run(2, change_in_place))
 
 
-# What travels.
+# Communication.
 
 
 SIZES: Values = {
@@ -143,16 +143,16 @@ B, S, H = 2, 8, 16
 
 
 def one_step(values: Values) -> list[list[tuple[str, int]]]:
-    """Return the collectives of one forward, and of one backward, in between layers 0 and 1 only.
+    """Return the collectives of the middle one of three layers: in one forward, and in one backward.
 
-    Of three layers the middle one is counted: what begins after the first has ended, until it ends itself.
+    Counting starts when the layer is entered, and ends when it is left.
     """
     trainer = make_trainer(values, ("tp",), {"random_task": RandomTask(masked=0.0)})
     layers = dict(trainer.stage.named_layers())
     marks: list[int] = []
     middle = layers["model.layers.1"]
     with counted() as seen:
-        # hidden states [b, s, h] in and out; a gradient's hook runs when the layer above has given it
+        # the hook of a gradient [b, s, h] runs when the layer above has computed it
         def mark(*_: Any) -> None:
             marks.append(len(seen))
 
@@ -168,7 +168,7 @@ def one_step(values: Values) -> list[list[tuple[str, int]]]:
         middle.register_forward_hook(after)
         [batch] = trainer.loader.next_step()
         hidden = trainer.stage.forward(batch.input_ids, batch)
-        trainer.loss(hidden, trainer.stage.head, batch.targets).backward()  # type: ignore[no-untyped-call]
+        trainer.loss(hidden, trainer.stage.head, batch).backward()  # type: ignore[no-untyped-call]
     trainer.close()
     begin, end, begin_back, end_back = marks
     return [seen[begin:end], seen[begin_back:end_back]]
@@ -177,32 +177,32 @@ def one_step(values: Values) -> list[list[tuple[str, int]]]:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_layer_sends_what_the_textbook_says(pool: WorkerPool, size: int, kv_heads: int) -> None:
-    """Forward two all-reduces of [b, s, h], backward two; copies of key/value heads add their weights' gradients."""
+    """Two all-reduces of [b, s, h] in forward, two in backward, and sums of replicated key/value heads' gradients."""
     values = merged(SIZES, tp(size), {"model": {"kv_heads": kv_heads}})
     for forward, backward in pool.run(size, one_step, values):
         assert forward == [("all_reduce", B * S * H)] * 2
-        copies = [("all_reduce", H // 4 * H)] * 2 if size > kv_heads else []
-        assert Counter(backward) == Counter([("all_reduce", B * S * H)] * 2 + copies)
+        replicas = [("all_reduce", H // 4 * H)] * 2 if size > kv_heads else []
+        assert Counter(backward) == Counter([("all_reduce", B * S * H)] * 2 + replicas)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_sequence_parallelism_sends_the_same_and_gathers_layers_inputs_again(pool: WorkerPool, size: int) -> None:
-    """A ring's all-reduce is a reduce-scatter and an all-gather: 4 pairs of [b, s, h] a layer, as without.
+    """An all-reduce equals a reduce-scatter and an all-gather: 4 such pairs per layer, with and without.
 
-    Besides, column layers save a part of their input and gather it again for their weights' gradients: 2 all-gathers
-    more (Korthikanti et al. 2022, section 4.2.2).
+    In addition, column layers save a part of their input and gather it again for their weights' gradients: 2 more
+    all-gathers (Korthikanti et al. 2022, section 4.2.2).
     """
     whole = B * S * H
     for forward, backward in pool.run(size, one_step, merged(SIZES, tp(size, True))):
         assert Counter(forward) == {("all_gather", whole): 2, ("reduce_scatter", whole): 2}
         assert Counter(backward) == {("all_gather", whole): 2 + 2, ("reduce_scatter", whole): 2}
-        plain = 4 * 2  # of 4 all-reduces, each the bytes of 2
+        plain = 4 * 2  # 4 all-reduces, each with the bytes of 2 other collectives
         again = sum(kind == "all_gather" for kind, _ in backward) - 2
         assert len(forward) + len(backward) - again == plain
 
 
 def saved_bytes(values: Values) -> int:
-    """Return the bytes that the middle layer saves for backward, parameters not counted."""
+    """Return the bytes that the middle layer saves for backward, without parameters."""
     trainer = make_trainer(values, ("tp",), {"random_task": RandomTask()})
     own = {p.untyped_storage()._cdata for _, p in trainer.stage.named_parameters()}
     found: dict[int, int] = {}
@@ -222,7 +222,7 @@ def saved_bytes(values: Values) -> int:
 
 
 def test_sequence_parallelism_saves_memory(pool: WorkerPool) -> None:
-    """Long rows and narrow MLPs, so that what lies between the matrices weighs most."""
+    """Long rows and narrow MLPs, so that activations between the matrices dominate."""
     long = merged(SIZES, {"data": {"seq_len": 64}, "model": {"layers": 4}})
     plain, parts = (max(pool.run(4, saved_bytes, merged(long, tp(4, sp)))) for sp in (False, True))
     assert parts < 0.6 * plain

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is cut, against torch's own over the whole one."""
+"""Cross-entropy over a sharded vocabulary, against torch's own over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from femto_core.batch import IGNORE_INDEX
-from femto_core.testing import WorkerPool
 from femto_ops.cross_entropy import chunk_rows
 from femto_ops.memory import LiveBytes
-from femto_tp.cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from femto_tools.testing import WorkerPool
+from femto_tp.cross_entropy import vocab_parallel_cross_entropy
 from femto_tp.head import VocabParallelHead
+from femto_tp.token_statistics import VocabParallelStatistics
 from tests.tp.tools import F64, all_ranks, close, counted, leaf, normal, parameter, places
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -27,7 +28,7 @@ def some_targets(rows: int, vocab: int, ignored: float) -> torch.Tensor:
 
 
 def equals_torch(vocab: int, smoothing: float, ignored: float, chunk: int | None, scale: float) -> None:
-    """Loss and both gradients, times an upstream gradient, with a hidden state that is not contiguous."""
+    """Compare loss and both gradients, for an upstream gradient and a hidden state that is not contiguous."""
     ranks, rows, h = all_ranks(), 13, 5
     hidden, weight = scale * normal(1, h, rows).t(), normal(2, vocab, h)
     targets = some_targets(rows, vocab, ignored)
@@ -76,13 +77,13 @@ def equals_torch(vocab: int, smoothing: float, ignored: float, chunk: int | None
 def test_it_equals_torchs_over_the_whole_vocabulary(
     pool: WorkerPool, vocab: int, ignored: float, smoothing: float, chunk: int | None
 ) -> None:
-    """37 rows on 2 and 4 ranks: unequal shares; 3 on 4: a rank with none. Smoothing spreads over all of them."""
+    """37 tokens on 2 and 4 ranks are uneven; of 3 tokens on 4 ranks, one rank holds none."""
     for world in (2, 4):
         pool.run(world, equals_torch, vocab, smoothing, ignored, chunk, 1.0)
 
 
 def test_logits_of_hundreds_neither_overflow_nor_vanish(pool: WorkerPool) -> None:
-    """Logits up to some 600 in one rank's part and -600 in another's: exp() of either alone would be inf or 0."""
+    """Logits reach 600 on one rank and -600 on another: exp() of them would be inf or 0."""
     pool.run(4, equals_torch, 37, 0.0, 0.0, None, 300.0)
 
 
@@ -108,7 +109,7 @@ def test_all_rows_ignored_is_a_loss_and_gradients_of_zero(pool: WorkerPool, worl
 
 
 def uniform() -> float:
-    """All logits equal: the loss of a row is log(vocabulary), to which the number of ranks adds nothing."""
+    """With equal logits, a row's loss is log(vocabulary), whatever the number of ranks."""
     ranks = all_ranks()
     mine = places(37, ranks)
     held = torch.zeros(mine.stop - mine.start, 5, dtype=F64)
@@ -136,14 +137,14 @@ def outside(target: int) -> str:
 
 @pytest.mark.parametrize("target", [37, -1, -101, 1000])
 def test_a_target_outside_the_vocabulary_is_refused_on_all_ranks_alike(pool: WorkerPool, target: int) -> None:
-    """On every rank, or the others would wait for ever; 37 would be the first row of padding, were there any."""
+    """If one rank went on, it would wait for ever. Target 37 would be the first row of padding, if there were any."""
     answers = pool.run(4, outside, target)
     assert len(set(answers)) == 1
     assert f"target {target} at row 1 is outside the vocabulary 0..36" in answers[0]
 
 
 def in_bf16(scale: float) -> dict[str, float]:
-    """Softmax in fp32 over bf16 logits: compared with fp32 arithmetic on the very same bf16 logits."""
+    """Compare with float64 arithmetic on the very same bf16 logits."""
     ranks, vocab, rows, h = all_ranks(), 3000, 64, 8
     mine = places(vocab, ranks)
     hidden, weight = normal(1, rows, h, dtype=BF16), normal(2, vocab, h, dtype=BF16)
@@ -160,7 +161,7 @@ def in_bf16(scale: float) -> dict[str, float]:
     assert ours.grad is not None
     assert held.grad is not None
     assert ours.grad.dtype == held.grad.dtype == BF16
-    # A factor on all gradients alike would be seen here, where single roundings cancel out.
+    # Roundings of single elements cancel out here, and an error common to all gradients remains.
     bias = float((ours.grad.double() * dhidden).sum() / dhidden.square().sum()) - 1
     bias_w = float((held.grad.double() * dweight[mine]).sum() / dweight[mine].square().sum()) - 1
     return {
@@ -174,7 +175,7 @@ def in_bf16(scale: float) -> dict[str, float]:
 
 @pytest.mark.parametrize("scale", [1.0, 1 / 2049])
 def test_bf16_logits_have_an_fp32_softmax(pool: WorkerPool, scale: float) -> None:
-    """A loss summed in bf16 would be off by 1e-3 and more; scales are not rounded to bf16, either."""
+    """A loss summed in bf16 would be off by 1e-3 or more; nor is the scale rounded to bf16."""
     for found in pool.run(2, in_bf16, scale):
         assert found["loss"] < 1e-6
         assert found["hidden"] < 2e-2
@@ -204,7 +205,7 @@ def peak_bytes(rows: int, chunk: int, grad: bool) -> int:
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
 def test_no_more_than_a_chunk_of_this_ranks_logits_is_ever_alive(pool: WorkerPool, grad: bool) -> None:
-    """512 rows of 2048 words on 2 ranks: 4 MiB of logits in all, 2 on a rank, 32 KiB in a chunk of 8 rows."""
+    """512 rows of 2048 tokens on 2 ranks: 4 MiB of logits, 2 MiB per rank, 32 KiB in a chunk of 8 rows."""
     few, many = (max(pool.run(2, peak_bytes, rows, 8, grad)) for rows in (64, 512))
     chunk, hidden, weight = 8 * 1024 * 4, 512 * 4 * 4, 1024 * 4 * 4
     rest = 2 * hidden + 3 * weight + 512 * 8 * 4  # gradients of both with their scaled copies, and the targets
@@ -213,7 +214,7 @@ def test_no_more_than_a_chunk_of_this_ranks_logits_is_ever_alive(pool: WorkerPoo
 
 
 def chunks_of_all_ranks(vocab: int) -> None:
-    """Exchange as many rows as one rank's own share of the words would cut in two, and another's would not."""
+    """Use a number of rows that one rank's own budget would divide into two chunks, and another's would not."""
     ranks = all_ranks()
     mine = places(vocab, ranks)
     rows = chunk_rows(len(range(vocab)[mine]), F32, torch.device("cpu"))
@@ -227,7 +228,7 @@ def chunks_of_all_ranks(vocab: int) -> None:
 
 
 def test_ranks_with_unequal_shares_cut_the_rows_alike(pool: WorkerPool) -> None:
-    """5793 words on 2 ranks: 2897 and 2896, whose budgets are 2895 and 2896 rows at a time."""
+    """5793 tokens on 2 ranks: 2897 and 2896, for which the budgets are 2895 and 2896 rows."""
     pool.run(2, chunks_of_all_ranks, 5793)
 
 
@@ -239,7 +240,7 @@ def messages(rows: int, chunk: int | None, sums: bool) -> list[tuple[str, int]]:
     targets = some_targets(rows, 37, 0.0)
     with counted() as seen:
         if chunk is None:
-            loss = VocabParallelCrossEntropy()(hidden.view(1, rows, 5), head, targets.view(1, rows))
+            loss = VocabParallelStatistics().cross_entropy(hidden.view(1, rows, 5), head, targets.view(1, rows))
         else:
             loss = vocab_parallel_cross_entropy(
                 hidden, held, targets, start=mine.start, vocab=37, ranks=ranks, sums_input_grad=sums, chunk=chunk

@@ -1,4 +1,4 @@
-"""What goes into a run cut over ranks and what comes out: initial weights, checkpoints, exports, Hugging Face files."""
+"""Inputs and outputs of sharded runs: initial weights, checkpoints, exports, Hugging Face files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from femto_checkpoint.export import ExportConfig, export
+from femto_checkpoint.export import export
+from femto_checkpoint.options import ExportConfig
 from femto_core import weights
-from femto_core.testing import RandomTask, Record, WorkerPool, assemble, make_trainer, train_job, worst_difference
 from femto_core.trainer import Trainer
 from femto_report.samples import continue_tokens
+from femto_tools.testing import RandomTask, Record, WorkerPool, assemble, make_trainer, train_job, worst_difference
 from tests.tp.tools import Values, merged, tp, train_tp
 
 LAYOUTS = [(1, 1, False), (2, 1, False), (4, 1, True), (2, 2, True)]
@@ -42,10 +43,10 @@ def train_on(values: Values, first: int, last: int, save: bool) -> dict[str, Any
     if save:
         trainer.save()
         trainer.checkpointer.wait()
-    state = {g.name: g.master.detach().clone() for g in trainer.groups}
-    layouts = {g.name: g.layout for g in trainer.groups}
+    state = {g.name: g.master.detach().clone() for g in trainer.shares}
+    layouts = {g.name: g.layout for g in trainer.shares}
     moments: dict[str, torch.Tensor] = {}
-    for group in trainer.groups:
+    for group in trainer.shares:
         if group.master in trainer.optimizer.state:
             moments[group.name] = trainer.optimizer.state[group.master]["exp_avg"].clone()
     held_out = trainer.evaluate()
@@ -61,13 +62,13 @@ def train_on(values: Values, first: int, last: int, save: bool) -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def straight(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """Steps 4 to 6 of one process, after steps 1 to 3 of one process."""
+    """Run steps 1 to 3, then 4 to 6, in one process."""
     folder = tmp_path_factory.mktemp("straight")
     pool.run(1, train_on, settings(folder), 0, 3, True)
     return assemble(pool.run(1, train_on, settings(folder, "auto"), 3, 6, False))
 
 
-@pytest.fixture(scope="module", params=[(2, 1, False), (4, 1, True)], ids=["of tp 2", "of tp 4, copies"])
+@pytest.fixture(scope="module", params=[(2, 1, False), (4, 1, True)], ids=["of tp 2", "of tp 4, replicas"])
 def cut_short(request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     size, dp, sequence_parallel = request.param
     folder: Path = tmp_path_factory.mktemp("cut-short")
@@ -77,7 +78,7 @@ def cut_short(request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("size", "dp", "sequence_parallel"), LAYOUTS)
-def test_a_checkpoint_goes_on_under_any_other_layout(
+def test_a_checkpoint_resumes_under_any_other_layout(
     pool: WorkerPool, straight: Record, cut_short: Path, size: int, dp: int, sequence_parallel: bool
 ) -> None:
     values = settings(cut_short, str(cut_short / "test" / "checkpoints" / "step-3"))
@@ -89,16 +90,16 @@ def test_a_checkpoint_goes_on_under_any_other_layout(
     assert worst_difference(straight, resumed) < 1e-9
 
 
-# Exports, and what they are loaded from.
+# Exports and loading.
 
 
 def saved_weights(values: Values) -> dict[str, Any]:
-    """Save what was never trained: initial weights, alike under every layout."""
+    """Export initial weights, which are the same under every layout."""
     trainer = build(values)
     trainer.save()
     trainer.checkpointer.wait()
-    part: dict[str, Any] = {"layouts": {g.name: g.layout for g in trainer.groups}}
-    part["weights"] = {g.name: g.master.detach().clone() for g in trainer.groups}
+    part: dict[str, Any] = {"layouts": {g.name: g.layout for g in trainer.shares}}
+    part["weights"] = {g.name: g.master.detach().clone() for g in trainer.shares}
     part.update(losses=[], norms=[], gradients=[])
     trainer.close()
     return part
@@ -111,10 +112,10 @@ def exported(pool: WorkerPool, folder: Path, values: Values, world: int) -> tupl
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
-def test_exports_and_initial_weights_do_not_depend_on_how_the_model_is_cut(
+def test_exports_and_initial_weights_do_not_depend_on_the_layout(
     pool: WorkerPool, tmp_path: Path, family: str, tied: bool
 ) -> None:
-    """Bit for bit; 37 words stay 37, and a tied weight is there once."""
+    """Bits are equal; a vocabulary of 37 stays 37, and a tied weight is stored once."""
     one, out = exported(pool, tmp_path / "one", settings(tmp_path / "one", family=family, tied=tied), 1)
     wanted, config = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
     for size, sequence_parallel in ((2, False), (4, True)):
@@ -132,7 +133,7 @@ def test_exports_and_initial_weights_do_not_depend_on_how_the_model_is_cut(
 
 
 def read_boxes(values: Values) -> dict[str, list[tuple[int, ...]]]:
-    """Return the sizes of what was read from safetensors, by parameter."""
+    """Return the sizes that were read from safetensors, by parameter."""
     right = weights.SafetensorsWeights.read
     read: dict[str, list[tuple[int, ...]]] = {}
 
@@ -169,7 +170,7 @@ def test_a_hugging_face_directory_is_read_in_slices(pool: WorkerPool, tmp_path: 
 
 
 def test_what_tp_exports_tp_loads_with_a_vocabulary_that_is_still_37(pool: WorkerPool, tmp_path: Path) -> None:
-    """Exported, loaded and exported again: nothing is padded, not even once."""
+    """Export, load and export again: no export is padded."""
     values = merged(settings(tmp_path / "a"), tp(4))
     _, out = exported(pool, tmp_path / "a", values, 4)
     loading = merged(settings(tmp_path / "b"), tp(2), {"model": {"path": str(out)}})
@@ -199,7 +200,7 @@ def outputs(values: Values) -> dict[str, Any]:
     return found
 
 
-FIELDS = ("input_ids", "targets", "position_ids", "document_ids")
+FIELDS = ("input_ids", "targets", "position_ids")
 
 
 @pytest.mark.parametrize(("size", "dp", "sequence_parallel"), LAYOUTS[1:])

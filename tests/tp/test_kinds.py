@@ -1,4 +1,4 @@
-"""Kinds that others define, plans from TOML, and refusals that say what to do."""
+"""Kinds defined by other packages, plans from TOML, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from femto_core.config import config_class, make_config, read_toml
+from femto_core.config import config_class, make_config
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 from femto_core.layout import Box
 from femto_core.model import FullModel
-from femto_core.testing import RandomTask, WorkerPool, assemble, make_trainer, worst_difference
+from femto_core.toml_file import read_toml
 from femto_core.weights import WeightSource
+from femto_tools.testing import RandomTask, WorkerPool, assemble, make_trainer, worst_difference
 from femto_tp.cuts import cut_heads, works
-from femto_tp.kinds import KINDS, Context, Shard, parallel_kind
+from femto_tp.kinds import KINDS, Context, ParamShard, parallel_kind
 from femto_tp.plugin import TPSection
 from femto_tp.ranks import Ranks
 from femto_tp.regions import copy_to_tp_region, gather_from_tp_region
@@ -32,16 +33,16 @@ BOUND = 1e-9
 FIVE: Values = {"train": {"steps": 5}, "data": {"micro_batch": 4}}
 
 
-# A third kind, which the package has never heard of: rows dealt out like cards, and whole outputs.
+# A kind from outside the package: rows are sharded in reverse order, and outputs are gathered.
 
 
 class Dealt:
-    """Every `size`-th pair of rows would be no box; so the rows are cut from the end to the front instead."""
+    """Shards in reverse order (a strided shard would not be a `Box`)."""
 
-    def shard(self, shape: tuple[int, ...], rank: int, size: int) -> Shard:
+    def shard(self, shape: tuple[int, ...], rank: int, size: int) -> ParamShard:
         length = shape[0] // size
         start = shape[0] - (rank + 1) * length
-        return Shard(box=Box((start, *[0] * (len(shape) - 1)), (length, *shape[1:])))
+        return ParamShard(box=Box((start, *[0] * (len(shape) - 1)), (length, *shape[1:])))
 
 
 class DealtLinear(nn.Module):
@@ -77,7 +78,7 @@ class WithProjection(nn.Module):
 
 
 class More:
-    """The weights of a model, and numbers decided by their names for what it did not have."""
+    """The weights of a model, and generated values, which depend on the name, for parameters it did not have."""
 
     def __init__(self, base: WeightSource, shapes: dict[str, tuple[int, ...]]) -> None:
         self._base, self._shapes = base, shapes
@@ -121,7 +122,7 @@ def test_a_kind_of_another_package_loads_and_trains(pool: WorkerPool, stage: str
 
 
 def save_and_resume(values: Values, folder: str) -> float:
-    """Save under tp in this job, resume, and train; return the losses of what follows."""
+    """Save under tp in this job, resume, and train; return the losses after the checkpoint."""
     saving = merged(values, {"run": {"dir": folder}})
     trainer = make_trainer(saving, ("tp",), {"random_task": ProjectionTask()})
     trainer.train_step()
@@ -136,7 +137,7 @@ def save_and_resume(values: Values, folder: str) -> float:
     return found
 
 
-def test_a_kind_of_another_package_is_saved_and_taken_up_again(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_kind_of_another_package_is_saved_and_resumed(pool: WorkerPool, tmp_path: Path) -> None:
     cut = merged(FIVE, tp(2), {"tp": {"plan": PLAN}})
     assert len(set(pool.run(2, save_and_resume, cut, str(tmp_path)))) == 1
 
@@ -147,11 +148,11 @@ def test_a_kind_is_registered_once() -> None:
     assert isinstance(KINDS["dealt"], DealtKind)
 
 
-# A column layer of the plan's own kinds, beside those that the plan knows.
+# One more column layer, beside those that the plan names.
 
 
 class GatedMLP(nn.Module):
-    """An MLP with a third matrix on its input, and a linear layer of the very same input twice."""
+    """An MLP with a third matrix on its input, and a linear layer called twice with the same input."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -181,8 +182,10 @@ class GatedTask(RandomTask):
 def test_another_column_layer_in_the_mlp_trains_as_one_process(
     pool: WorkerPool, size: int, sequence_parallel: bool
 ) -> None:
-    """A second group of column layers in one module must not gather the sequence a second time; nor must a member that
-    is called with a tensor made of it sum its gradient twice."""
+    """A second group of column layers in one module must not gather the sequence again.
+
+    If a member is called with a tensor computed from the gathered sequence, its gradient must not be summed twice.
+    """
     one = assemble(pool.run(1, train_tp, FIVE, (), GatedTask()))
     cut = merged(FIVE, tp(size, sequence_parallel), {"tp": {"plan": {"model.layers.*.mlp.extra_proj": "column"}}})
     many = assemble(pool.run(size, train_tp, cut, (), GatedTask()))
@@ -205,7 +208,7 @@ def train_here(values: Values) -> dict[str, Any]:
 
 
 def test_later_patterns_win_over_the_familys(pool: WorkerPool) -> None:
-    """Layer 0 is cut by other kinds than layer 1, and one of its matrices not at all."""
+    """Layer 0 is sharded by other kinds than layer 1, and one of its matrices is not sharded."""
     one = assemble(pool.run(1, train_tp, FIVE, (), RandomTask()))
     plan = {"model.layers.0.mlp.gate_proj": "dealt_whole", "model.layers.0.mlp.up_proj": "dealt_whole"}
     plan["model.layers.0.mlp.down_proj"] = "whole_linear"
@@ -215,15 +218,17 @@ def test_later_patterns_win_over_the_familys(pool: WorkerPool) -> None:
 
 @parallel_kind("dealt_whole")
 class DealtWhole(DealtKind):
-    """The same again, to be named in another plan."""
+    """The same kind under another name, for another plan."""
 
 
 @parallel_kind("whole_linear")
 class WholeLinear:
-    """A linear layer that is not cut at all."""
+    """A linear layer that is not sharded."""
 
     def loader(self, suffix: str, context: Context) -> Any:
-        return SimpleNamespace(shard=lambda shape, rank, size: Shard(box=Box((0,) * len(shape), shape), is_cut=False))
+        return SimpleNamespace(
+            shard=lambda shape, rank, size: ParamShard(box=Box((0,) * len(shape), shape), is_cut=False)
+        )
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
         for key, parameter in parameters.items():
@@ -231,7 +236,7 @@ class WholeLinear:
         return module
 
 
-# Refusals.
+# Errors.
 
 
 def all_say(pool: WorkerPool, values: Values, size: int = 2, task: RandomTask | None = None) -> str:
@@ -244,20 +249,22 @@ def all_say(pool: WorkerPool, values: Values, size: int = 2, task: RandomTask | 
 def test_a_module_the_plan_does_not_know_is_refused_with_what_to_write(pool: WorkerPool) -> None:
     said = all_say(pool, tp(2), task=ProjectionTask())
     kinds = ", ".join(name for name in KINDS)
-    assert said.startswith("tp does not know how to cut model.layers.0.mlp.inner.gate_proj (Linear) of a llama model;")
+    assert said.startswith(
+        "tp does not know how to shard model.layers.0.mlp.inner.gate_proj (Linear) of a llama model;"
+    )
     assert '[tp.plan] "model.layers.*.mlp.' in said
     assert said.endswith(f"one of {kinds}")
 
 
 def test_an_unknown_kind_is_refused_with_the_nearest(pool: WorkerPool) -> None:
     said = all_say(pool, merged(tp(2), {"tp": {"plan": {"model.layers.*.mlp.before": "colum"}}}))
-    assert said.startswith("tp.plan: model.layers.*.mlp.before = 'colum' is no parallel kind")
+    assert said.startswith("tp.plan: model.layers.*.mlp.before = 'colum' is not a parallel kind")
     assert "did you mean" in said
     assert "column" in said
 
 
 class AdapterTask(RandomTask):
-    """Gives a linear layer that the plan knows a parameter that its kind does not."""
+    """Adds to a linear layer, which the plan names, a parameter that its kind does not expect."""
 
     @hookimpl
     def femto_transform_model(self, model: FullModel) -> None:
@@ -283,7 +290,7 @@ def test_heads_that_cannot_be_cut_are_refused_with_the_sizes_that_can(
     model = {"model": {"heads": heads, "kv_heads": kv_heads, "hidden_size": 4 * heads}}
     said = all_say(pool, merged(tp(size), model, {"data": {"global_batch": 12}}), size)
     assert said == (
-        f"tp.size = {size} cannot share out {heads} attention heads with {kv_heads} key/value heads; "
+        f"tp.size = {size} cannot divide {heads} attention heads with {kv_heads} key/value heads; "
         f"sizes that can: {sizes}"
     )
 
@@ -319,7 +326,10 @@ def uneven(values: Values) -> str:
 def test_an_uneven_cut_is_said_once(pool: WorkerPool) -> None:
     model = {"model": {"heads": 9, "kv_heads": 3, "hidden_size": 36}}
     said = pool.run(2, uneven, merged(tp(2), model))
-    assert said == ["tp: 9 heads over 2 ranks: 6 on some, 3 on others, who wait\n", ""]
+    assert said == [
+        "tp: 9 heads over 2 ranks are uneven: up to 6 heads per rank, at least 3; the smaller ranks idle\n",
+        "",
+    ]
     assert pool.run(3, uneven, merged(tp(3), model, {"data": {"global_batch": 9}})) == [""] * 3
 
 
@@ -332,8 +342,8 @@ def test_a_size_that_does_not_divide_the_world_is_refused(pool: WorkerPool) -> N
 def test_rows_that_do_not_divide_are_refused_before_training(pool: WorkerPool) -> None:
     said = all_say(pool, merged(tp(2, True), {"data": {"seq_len": 9}}))
     assert said == (
-        "tp.sequence_parallel cuts rows of data.seq_len = 9 tokens into 2 equal parts, which they are not; "
-        "choose a multiple"
+        "tp.sequence_parallel needs rows of a multiple of 2 tokens, and a rank's rows have 9; set --data.seq-len to a "
+        "multiple"
     )
     assert all_say(pool, merged(tp(2, False), {"data": {"seq_len": 9}})) == "not refused"
 
@@ -359,7 +369,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_rather_than_replaced(pool:
     said = pool.run(2, refusal, tp(2), ("tp",), DoubledTask(layer=layer))
     assert len(set(said)) == 1
     assert (
-        f"tp cuts model.layers.1.mlp.{layer} as a plain linear layer, but Doubled has a forward of its own" in said[0]
+        f"tp shards model.layers.1.mlp.{layer} as a plain linear layer, but Doubled has a forward of its own" in said[0]
     )
 
 
@@ -367,9 +377,7 @@ def short_batch(values: Values) -> str:
     trainer = make_trainer(values, ("tp",))
     [batch] = trainer.loader.next_step()[:1]
     short = copy.copy(batch)
-    short = type(batch)(
-        **{k: getattr(batch, k)[:, :7] for k in ("input_ids", "targets", "position_ids", "document_ids")}
-    )
+    short = type(batch)(**{k: getattr(batch, k)[:, :7] for k in ("input_ids", "targets", "position_ids")})
     try:
         trainer.stage.forward(short.input_ids, short)
     except UserError as error:
@@ -392,7 +400,7 @@ def test_a_negative_size_is_refused_by_name() -> None:
 
 
 def test_size_0_takes_what_divides_the_key_value_heads(pool: WorkerPool) -> None:
-    """Four processes that say nothing of a machine: each may be alone on its own."""
+    """Four processes without LOCAL_WORLD_SIZE count as one per machine."""
     sizes = pool.run(4, mesh_size, {"tp": {"size": 0}, "model": {"heads": 4, "kv_heads": 2}})
     assert sizes == ["tp 1, dp 4"] * 4
 

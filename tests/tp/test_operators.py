@@ -1,4 +1,4 @@
-"""The operators and layers against their unsplit equals, in float64: outputs, and every gradient there is."""
+"""The operators and layers against the same computation in one process, in float64: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from femto_core.testing import WorkerPool
 from femto_ops.deferral import WeightGradients
+from femto_tools.testing import WorkerPool
 from femto_tp.column import ColumnParallelLinear, gather_for
 from femto_tp.cuts import even
 from femto_tp.embedding import VocabParallelEmbedding
@@ -23,7 +23,7 @@ from femto_tp.regions import (
     scatter_to_tp_region,
 )
 from femto_tp.row import RowParallelLinear
-from femto_tp.sequence import GatherSequence, Sequence
+from femto_tp.sequence import SEQUENCE, SequenceShards
 from tests.tp.tools import all_ranks, close, columns, leaf, normal, parameter, places, row
 
 WORLDS = (2, 3, 4)
@@ -33,7 +33,7 @@ WORLDS = (2, 3, 4)
 
 
 def operators(dim: int, strided: bool) -> None:
-    """Each operator, and its gradient, against what the table says; `strided`: nothing is contiguous."""
+    """Each operator and its gradient against the table in `regions`; `strided`: no tensor is contiguous."""
     ranks = all_ranks()
     shape = [3, 5, 7]
     shape[dim] = 2 * ranks.size
@@ -81,7 +81,7 @@ def test_operators_are_what_their_table_says(pool: WorkerPool, dim: int, strided
 
 
 def operators_pass_gradcheck() -> None:
-    """Whole regions whose input all ranks hold alike: it is varied alike everywhere, so gradcheck means something."""
+    """Run gradcheck on regions whose input is the same on all ranks, so that all ranks perturb it together."""
     ranks = all_ranks()
     x = leaf(normal(1, 3, 2 * ranks.size))
     factor = normal(5 + ranks.rank, 2 * ranks.size)
@@ -94,10 +94,10 @@ def operators_pass_gradcheck() -> None:
 
     def sequence(x: torch.Tensor) -> torch.Tensor:
         part = scatter_to_tp_region(x.unsqueeze(0), ranks, 1).exp()
-        whole = GatherSequence.apply(part, ranks, True)  # type: ignore[no-untyped-call]
+        whole = gather_from_tp_region(part, ranks, SEQUENCE, partial=True)
         partial = (whole * factor).tanh()
         part = scatter_to_tp_region(reduce_from_tp_region(partial, ranks), ranks, 1)
-        return GatherSequence.apply(part, ranks, False)  # type: ignore[no-untyped-call, no-any-return]
+        return gather_from_tp_region(part, ranks, SEQUENCE)
 
     for function, argument in ((shoeybi, x), (parts, x), (sequence, leaf(normal(1, 2 * ranks.size, 2 * ranks.size)))):
         assert torch.autograd.gradcheck(function, (argument,))
@@ -109,16 +109,16 @@ def test_regions_pass_gradcheck(pool: WorkerPool, world: int) -> None:
 
 
 def scatter_refuses() -> str:
-    with pytest.raises(ValueError, match="do not divide") as caught:
+    with pytest.raises(ValueError, match="does not divide") as caught:
         scatter_to_tp_region(torch.ones(2, 5), all_ranks())
     return str(caught.value)
 
 
-def test_five_places_on_four_ranks_are_no_silent_eight(pool: WorkerPool) -> None:
-    assert pool.run(4, scatter_refuses) == ["5 places do not divide into 4 equal parts"] * 4
+def test_a_dimension_of_five_on_four_ranks_is_not_padded_to_eight(pool: WorkerPool) -> None:
+    assert pool.run(4, scatter_refuses) == ["a dimension of 5 does not divide into 4 equal parts"] * 4
 
 
-def test_an_uneven_cut_has_every_place_once() -> None:
+def test_uneven_ranges_cover_every_index_once() -> None:
     assert even(5, 4) == [range(2), range(2, 3), range(3, 4), range(4, 5)]
     assert [len(part) for part in even(2, 4)] == [1, 1, 0, 0]
     for total in range(12):
@@ -127,22 +127,22 @@ def test_an_uneven_cut_has_every_place_once() -> None:
             assert max(map(len, even(total, size))) - min(map(len, even(total, size))) <= 1
 
 
-# Column and row layers, alone and as the pair that an MLP is.
+# Column and row layers, alone and combined in an MLP.
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers in another order of memory."""
+    """Return the same values with another memory order."""
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def column_equals_linear(d_in: int, d_out: int, bias: bool, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    ranks, later = all_ranks(), WeightGradients()
+    ranks, weight_grads = all_ranks(), WeightGradients()
     weight, b = normal(1, d_out, d_in), normal(2, d_out) if bias else None
     x, grad = change(normal(3, 2, 5, d_in)), change(normal(4, 2, 5, d_out))
     full_x, full_w, full_b = leaf(x), leaf(weight), None if b is None else leaf(b)
     F.linear(full_x, full_w, full_b).backward(grad)  # type: ignore[no-untyped-call]
 
-    layers, _ = columns({"only": (weight, b)}, ranks, later)
+    layers, _ = columns({"only": (weight, b)}, ranks, weight_grads)
     layer, mine = layers["only"], places(d_out, ranks)
     ours = leaf(x)
     y = layer(ours)
@@ -162,13 +162,13 @@ def column_equals_linear(d_in: int, d_out: int, bias: bool, change: Callable[[to
 
 
 def row_equals_linear(d_in: int, d_out: int, bias: bool, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    ranks, later = all_ranks(), WeightGradients()
+    ranks, weight_grads = all_ranks(), WeightGradients()
     weight, b = normal(1, d_out, d_in), normal(2, d_out) if bias else None
     x, grad = change(normal(3, 2, 5, d_in)), change(normal(4, 2, 5, d_out))
     full_x, full_w, full_b = leaf(x), leaf(weight), None if b is None else leaf(b)
     F.linear(full_x, full_w, full_b).backward(grad)  # type: ignore[no-untyped-call]
 
-    layer, mine = row(weight, b, ranks, later), places(d_in, ranks)
+    layer, mine = row(weight, b, ranks, weight_grads), places(d_in, ranks)
     ours = leaf(x[..., mine])
     y = layer(ours)
     y.backward(grad)
@@ -193,17 +193,17 @@ def row_equals_linear(d_in: int, d_out: int, bias: bool, change: Callable[[torch
 def test_layers_equal_the_unsplit_layer(
     pool: WorkerPool, job: Callable[..., None], change: Any, d_in: int, d_out: int, bias: bool
 ) -> None:
-    """5 rows on 4 ranks, 3 on 4 (one has none): no padding, nothing lost."""
+    """5 rows on 4 ranks, and 3 on 4 (one rank has none): without padding or loss."""
     for world in WORLDS:
         pool.run(world, job, d_in, d_out, bias, change)
 
 
 def frozen_parts() -> None:
-    """A frozen weight gets no gradient, and takes none from others; an input that needs none costs no all-reduce."""
-    ranks, later = all_ranks(), WeightGradients()
-    layers, _ = columns({"a": (normal(1, 4, 3), normal(2, 4)), "b": (normal(3, 6, 3), None)}, ranks, later)
+    """A frozen weight gets no gradient, other weights keep theirs; an input without gradient costs no all-reduce."""
+    ranks, weight_grads = all_ranks(), WeightGradients()
+    layers, _ = columns({"a": (normal(1, 4, 3), normal(2, 4)), "b": (normal(3, 6, 3), None)}, ranks, weight_grads)
     layers["a"].weight.requires_grad_(False)
-    down = row(normal(5, 3, 4), None, ranks, later)
+    down = row(normal(5, 3, 4), None, ranks, weight_grads)
     down.weight.requires_grad_(False)
     x = leaf(normal(4, 2, 3))
     (down(layers["a"](x)).sum() + layers["b"](x).sum()).backward()
@@ -211,7 +211,7 @@ def frozen_parts() -> None:
     assert down.weight.grad is None
     full = leaf(normal(4, 2, 3))
     y = F.linear(F.linear(full, normal(1, 4, 3), normal(2, 4)), normal(5, 3, 4)).sum()
-    # a loss inside the region is each rank's own: the sum over ranks is what reaches x
+    # each rank has its own loss inside the region; x receives the sum over ranks
     (y + F.linear(full, normal(3, 6, 3)).sum()).backward()  # type: ignore[no-untyped-call]
     close(x.grad, full.grad)
     close(layers["b"].weight.grad, normal(4, 2, 3).sum(0).expand(len(layers["b"].weight), -1))
@@ -228,8 +228,8 @@ def test_frozen_weights_and_inputs_without_gradient(pool: WorkerPool, world: int
 
 
 def mlp(is_sequence_parallel: bool, h: int, i: int) -> None:
-    """down(silu(gate(x)) * up(x)) on pieces of the sequence, or on the whole, against one process; all gradients."""
-    ranks, later = all_ranks(), WeightGradients()
+    """down(silu(gate(x)) * up(x)), with or without sequence parallelism, against one process; all gradients."""
+    ranks, weight_grads = all_ranks(), WeightGradients()
     s = 2 * ranks.size
     x, grad = normal(1, 3, s, h), normal(2, 3, s, h)
     full = {name: (normal(10 + n, i, h), normal(20 + n, i)) for n, name in enumerate(("gate", "up"))}
@@ -240,9 +240,9 @@ def mlp(is_sequence_parallel: bool, h: int, i: int) -> None:
     wanted = F.linear(gated, ref_w, ref_b)
     wanted.backward(grad)  # type: ignore[no-untyped-call]
 
-    rows = Sequence(ranks) if is_sequence_parallel else None
-    layers, group = columns(full, ranks, later, in_sequence=is_sequence_parallel)
-    down = row(w, b, ranks, later, rows)
+    rows = SequenceShards(ranks) if is_sequence_parallel else None
+    layers, group = columns(full, ranks, weight_grads, in_sequence=is_sequence_parallel)
+    down = row(w, b, ranks, weight_grads, rows)
     part = (lambda t: t.chunk(ranks.size, 1)[ranks.rank]) if is_sequence_parallel else (lambda t: t)
     ours = leaf(part(x))  # type: ignore[no-untyped-call]
     whole = ours if rows is None else gather_for([group], rows, ours)
@@ -273,12 +273,12 @@ def test_an_mlp_equals_one_process(pool: WorkerPool, is_sequence_parallel: bool,
 
 
 def layers_pass_gradcheck() -> None:
-    ranks, later = all_ranks(), WeightGradients()
+    ranks, weight_grads = all_ranks(), WeightGradients()
     full = {"a": (normal(1, 6, 3), normal(2, 6)), "b": (normal(3, 6, 3), None)}
-    layers, _ = columns(full, ranks, later)
-    in_parts, group = columns(full, ranks, later, in_sequence=True)
-    down, rows = row(normal(4, 3, 6), normal(5, 3), ranks, later), Sequence(ranks)
-    down_sp = RowParallelLinear(down.weight, down.bias, ranks, later, rows)
+    layers, _ = columns(full, ranks, weight_grads)
+    in_parts, group = columns(full, ranks, weight_grads, in_sequence=True)
+    down, rows = row(normal(4, 3, 6), normal(5, 3), ranks, weight_grads), SequenceShards(ranks)
+    down_sp = RowParallelLinear(down.weight, down.bias, ranks, weight_grads, rows)
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         return down(layers["a"](x).tanh() * layers["b"](x))  # type: ignore[no-any-return]
@@ -299,7 +299,7 @@ def test_layers_pass_gradcheck(pool: WorkerPool) -> None:
 
 
 def embedding_and_head(vocab: int, padding: int | None) -> None:
-    """A tied embedding and head: the one weight's gradient is the sum of both, and no id is looked up twice."""
+    """Tied embedding and head: the shared weight's gradient is the sum of both; each id is looked up on one rank."""
     ranks = all_ranks()
     weight = normal(1, vocab, 3)
     ids = torch.arange(2 * vocab + 1).remainder(vocab).view(1, -1)
@@ -327,13 +327,13 @@ def embedding_and_head(vocab: int, padding: int | None) -> None:
     VocabParallelEmbedding(alone, mine.start, padding, ranks)(ids).sum().backward()
     if padding is not None and mine.start <= padding < mine.stop:
         assert alone.grad is not None
-        assert not alone.grad[padding - mine.start].any(), "padding learns nothing"
+        assert not alone.grad[padding - mine.start].any(), "padding gets no gradient"
 
 
 @pytest.mark.parametrize("padding", [None, 0, 2])
 @pytest.mark.parametrize("vocab", [37, 8, 3])
 def test_embedding_and_head_equal_the_unsplit_ones(pool: WorkerPool, vocab: int, padding: int | None) -> None:
-    """37 rows divide by nothing; 3 are fewer than 4 ranks."""
+    """37 rows do not divide by 2 or 4; 3 rows are fewer than 4 ranks."""
     for world in (2, 4):
         pool.run(world, embedding_and_head, vocab, padding)
 
@@ -343,11 +343,11 @@ def test_bf16_layers_round_like_the_unsplit_layer(pool: WorkerPool) -> None:
 
 
 def bf16_layers() -> None:
-    """Partial sums are rounded to bf16 before they are added: within a few units of bf16, with the dtype kept."""
-    ranks, later, bf16 = all_ranks(), WeightGradients(), torch.bfloat16
+    """Partial sums are rounded to bf16 before they are added; results differ by a few bf16 roundings."""
+    ranks, weight_grads, bf16 = all_ranks(), WeightGradients(), torch.bfloat16
     x, w, v = normal(1, 4, 32, dtype=bf16), normal(2, 64, 32, dtype=bf16), normal(3, 32, 64, dtype=bf16)
-    layers, _ = columns({"only": (w, None)}, ranks, later)
-    down, ours = row(v, None, ranks, later), leaf(x)
+    layers, _ = columns({"only": (w, None)}, ranks, weight_grads)
+    down, ours = row(v, None, ranks, weight_grads), leaf(x)
     y = down(layers["only"](ours))
     y.float().square().sum().backward()
     ref_x, ref_w, ref_v = leaf(x.double()), leaf(w.double()), leaf(v.double())
@@ -369,11 +369,11 @@ def bf16_layers() -> None:
         assert (found.double() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-def copies(kind: type[Ranks]) -> None:
-    """Two ranks that hold the same key/value part: gradients of weight and bias are their sums, alike to the bit."""
-    ranks, later = kind(all_ranks().group), WeightGradients()
+def replicas(kind: type[Ranks]) -> None:
+    """Ranks with the same key/value shard: gradients of weight and bias are sums over ranks, with equal bits."""
+    ranks, weight_grads = kind(all_ranks().group), WeightGradients()
     weight, bias = normal(1, 3, 5), normal(2, 3)
-    group = columns({}, ranks, later)[1]
+    group = columns({}, ranks, weight_grads)[1]
     layer = ColumnParallelLinear(parameter(weight), parameter(bias), group, ranks)
     x, grads = normal(3, 2, 4, 5), [normal(4 + rank, 2, 4, 3) for rank in range(ranks.size)]
     ours = leaf(x)
@@ -390,5 +390,5 @@ def copies(kind: type[Ranks]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_copies_of_a_key_value_head_sum_their_gradients(pool: WorkerPool, world: int) -> None:
-    pool.run(world, copies, Ranks)
+def test_replicas_of_a_key_value_head_sum_their_gradients(pool: WorkerPool, world: int) -> None:
+    pool.run(world, replicas, Ranks)

@@ -1,4 +1,4 @@
-"""For the tests of tensor parallelism: settings, layers cut by hand, and the collectives of a job counted."""
+"""Helpers for tests of tensor parallelism: settings, layers sharded by hand, and counted collectives."""
 
 from __future__ import annotations
 
@@ -10,26 +10,18 @@ import torch
 import torch.distributed as dist
 
 from femto_core.errors import UserError
-from femto_core.testing import RandomTask, make_trainer, train_job
 from femto_ops import collectives
 from femto_ops.deferral import WeightGradients
+from femto_tools.testing import RandomTask, make_trainer, train_job
 from femto_tp.column import ColumnGroup, ColumnParallelLinear
 from femto_tp.cuts import even
 from femto_tp.ranks import Ranks
 from femto_tp.row import RowParallelLinear
-from femto_tp.sequence import Sequence as Rows
+from femto_tp.sequence import SequenceShards
+from tests.merging import Values as Values
+from tests.merging import merged as merged
 
-Values = dict[str, dict[str, Any]]
 F64 = torch.float64
-
-
-def merged(*settings: Mapping[str, Mapping[str, Any]]) -> Values:
-    """Return all `settings` together, the later ones on top."""
-    result: Values = {}
-    for values in settings:
-        for section, entries in values.items():
-            result[section] = {**result.get(section, {}), **entries}
-    return result
 
 
 def tp(size: int, sequence_parallel: bool = False) -> Values:
@@ -37,12 +29,12 @@ def tp(size: int, sequence_parallel: bool = False) -> Values:
 
 
 def train_tp(values: Values, plugins: Sequence[str] = (), task: RandomTask | None = None) -> dict[str, Any]:
-    """Train as a worker's job, with plugin tp where `values` speak of it."""
+    """Train as a worker's job, with plugin tp if `values` have a section tp."""
     return train_job(values, [*(["tp"] if "tp" in values else []), *plugins], task)
 
 
 def refusal(values: Values, plugins: Sequence[str] = ("tp",), task: RandomTask | None = None) -> str:
-    """Return why a trainer is not built, as a worker's job."""
+    """Return the error that building a trainer raises, as a worker's job."""
     try:
         trainer = make_trainer(values, plugins, {"random_task": task or RandomTask()})
     except UserError as error:
@@ -59,12 +51,12 @@ def all_ranks() -> Ranks:
 
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = F64) -> torch.Tensor:
-    """Return normal numbers that depend on the seed alone."""
+    """Return normal numbers that depend only on the seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `tensor`, of the same strides, that collects a gradient."""
+    """Return a leaf copy of `tensor` with the same strides that requires grad."""
     return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_()
 
 
@@ -73,7 +65,7 @@ def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 def places(total: int, ranks: Ranks) -> slice:
-    """Return this rank's places of `total`."""
+    """Return this rank's range of 0..total-1."""
     mine = even(total, ranks.size)[ranks.rank]
     return slice(mine.start, mine.stop)
 
@@ -81,12 +73,12 @@ def places(total: int, ranks: Ranks) -> slice:
 def columns(
     full: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]],
     ranks: Ranks,
-    later: WeightGradients,
+    weight_grads: WeightGradients,
     *,
     in_sequence: bool = False,
 ) -> tuple[dict[str, ColumnParallelLinear], ColumnGroup]:
-    """Cut linear layers that share an input on their outputs."""
-    group = ColumnGroup(ranks, later, sums_input_grad=not in_sequence)
+    """Shard linear layers with the same input on their outputs."""
+    group = ColumnGroup(ranks, weight_grads, sums_input_grad=not in_sequence)
     layers = {}
     for name, (weight, bias) in full.items():
         mine = places(len(weight), ranks)
@@ -96,15 +88,21 @@ def columns(
 
 
 def row(
-    weight: torch.Tensor, bias: torch.Tensor | None, ranks: Ranks, later: WeightGradients, rows: Rows | None = None
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ranks: Ranks,
+    weight_grads: WeightGradients,
+    rows: SequenceShards | None = None,
 ) -> RowParallelLinear:
-    """Cut a linear layer on its inputs."""
+    """Shard a linear layer on its inputs."""
     mine = places(weight.shape[1], ranks)
-    return RowParallelLinear(parameter(weight[:, mine]), None if bias is None else parameter(bias), ranks, later, rows)
+    return RowParallelLinear(
+        parameter(weight[:, mine]), None if bias is None else parameter(bias), ranks, weight_grads, rows
+    )
 
 
 def close(found: torch.Tensor | None, wanted: torch.Tensor | None, what: str = "") -> None:
-    """Fail where two tensors differ by more than rounding in float64."""
+    """Fail if two tensors differ by more than float64 rounding."""
     assert found is not None, what
     assert wanted is not None, what
     assert found.shape == wanted.shape, f"{what}: {tuple(found.shape)}, not {tuple(wanted.shape)}"
@@ -113,7 +111,7 @@ def close(found: torch.Tensor | None, wanted: torch.Tensor | None, what: str = "
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[tuple[str, int]]]:
-    """List the collectives started inside: (kind, elements of the whole tensor), in their order."""
+    """List the collectives started within the context, in order: (kind, elements of the whole tensor)."""
     seen: list[tuple[str, int]] = []
 
     def listening(kind: str, right: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from femto_core.hookspecs import hookimpl
 from femto_core.layout import Box
 from femto_core.model import FullModel, Stage
-from femto_core.testing import RandomTask, train_job
 from femto_core.trainer import Trainer
 from femto_core.weights import WeightSource
+from femto_tools.testing import RandomTask, train_job
 from femto_zero.sharded import ShardedWeights
 from femto_zero.units import Unit
+from tests.merging import Values, merged
 
-Values = dict[str, dict[str, Any]]
 SMALL_BUCKETS: Values = {"zero": {"bucket_mib": 0.006}}
 STAGES: dict[str, tuple[tuple[str, ...], Values]] = {
     "stage 0": ((), {}),
@@ -32,15 +32,6 @@ STAGES: dict[str, tuple[tuple[str, ...], Values]] = {
     "stage 3": (("zero3",), {"zero": {"prefetch": 1}}),
 }
 SHARDED = tuple(STAGES)[1:]
-
-
-def merged(*settings: Mapping[str, Mapping[str, Any]]) -> Values:
-    """Return all `settings` together, the later ones on top."""
-    result: Values = {}
-    for values in settings:
-        for section, entries in values.items():
-            result[section] = {**result.get(section, {}), **entries}
-    return result
 
 
 def train_stage(
@@ -151,9 +142,16 @@ class HardTask(RandomTask):
     def femto_parallelize(self, stage: Stage) -> None:
         if self.recompute.endswith(("region", "both")):
             # transformers' forward takes a slice of the layers: it gets one thing that runs them all.
-            layers = stage.body.layers
-            layers.__class__ = Region
-            layers.use_reentrant = "reentrant" in self.recompute
+            make, reentrant = stage._make_body, "reentrant" in self.recompute
+
+            def make_with_region(chunk: int) -> nn.Module:
+                body = make(chunk)
+                layers: Any = body.layers
+                layers.__class__ = Region
+                layers.use_reentrant = reentrant
+                return body
+
+            stage._make_body = make_with_region  # type: ignore[method-assign]
 
 
 def recomputed(forward: Callable[..., torch.Tensor], reentrant: bool, hidden: torch.Tensor, **others: Any) -> Any:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from femto_core.testing import RandomTask, Record, WorkerPool, assemble, worst_difference
-from tests.zero.tasks import SHARDED, Values, merged, train_stage
+from femto_tools.testing import RandomTask, Record, WorkerPool, assemble, worst_difference
+from tests.merging import Values, merged
+from tests.zero.tasks import SHARDED, train_stage
 
 BOUND = 1e-9
 FIVE: Values = {"train": {"steps": 5}}

@@ -6,12 +6,14 @@ import itertools
 
 import pytest
 
+from femto_core import hookspecs
 from femto_core.config import config_class, make_config
 from femto_core.errors import UserError
 from femto_core.hooks import Hooks
 from femto_core.plugins import activate
-from femto_core.testing import RandomTask, make_trainer
-from tests.zero.tasks import SHARDED, STAGES, Values
+from femto_tools.testing import RandomTask, make_trainer
+from tests.merging import Values
+from tests.zero.tasks import SHARDED, STAGES
 
 ZERO = ("zero1", "zero2", "zero3")
 
@@ -33,8 +35,8 @@ def refusal(plugins: tuple[str, ...], values: Values) -> str:
     """What is said before any process group exists; empty where it is accepted."""
     hooks = Hooks(activate(plugins).manager)
     try:
-        config = make_config(config_class(dict(hooks.config_section())), values, {})
-        hooks.validate(config)
+        config = make_config(config_class(hooks.config_sections()), values, {})
+        hooks.call(hookspecs.femto_validate, config=config)
     except UserError as error:
         return str(error)
     return ""
@@ -48,7 +50,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], Values, tuple[str, ...]]] = {
         ("bf16.reduce_dtype", "bf16.accumulate_dtype", "float32"),
     ),
     "unknown dtype": (BF16, {"bf16": {"reduce_dtype": "float16"}}, ("bf16.reduce_dtype = 'float16'", "bfloat16")),
-    "parts of nothing": (BF16, {"bf16": {"part_mib": 0.0}}, ("bf16.part_mib", "must be greater than 0")),
+    "groups of nothing": (BF16, {"bf16": {"group_mib": 0.0}}, ("bf16.group_mib", "must be greater than 0")),
     "buckets of nothing": (("zero2",), {"zero": {"bucket_mib": 0.0}}, ("zero.bucket_mib", "must be greater than 0")),
     "negative prefetch": (("zero3",), {"zero": {"prefetch": -1}}, ("zero.prefetch", "must not be negative")),
     "another stage's setting": (("zero3",), {"zero": {"bucket_mib": 1.0}}, ("zero.bucket_mib",)),

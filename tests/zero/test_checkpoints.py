@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from femto_core.layout import ParamLayout
-from femto_core.testing import RandomTask, WorkerPool, make_trainer
+from femto_tools.testing import RandomTask, WorkerPool, make_trainer
 from tests.checkpoint.runs import checkpoint_of
 from tests.conftest import read_flat
-from tests.zero.tasks import STAGES, HardTask, Values, merged
+from tests.merging import Values, merged
+from tests.zero.tasks import STAGES, HardTask
 
 FP32: Values = {"train": {"dtype": "float32", "steps": 7}, "data": {"micro_batch": 1}}
 WRITERS = [("stage 0", 2), ("stage 1", 2), ("stage 2", 4), ("stage 3", 1), ("stage 3", 4)]
@@ -30,7 +31,7 @@ def settings(folder: Path, stage: str, resume: str = "none", **more: Any) -> tup
 
 def state_of(trainer: Any) -> dict[str, tuple[ParamLayout, dict[str, torch.Tensor]]]:
     found = {}
-    for group in trainer.groups:
+    for group in trainer.shares:
         entries = {"master": group.master.detach(), "compute": group.compute.detach()}
         entries |= {key: torch.as_tensor(value) for key, value in trainer.optimizer.state.get(group.master, {}).items()}
         found[group.name] = group.layout, {key: value.clone() for key, value in entries.items()}
@@ -118,7 +119,7 @@ def test_any_stage_on_any_number_of_ranks_loads_what_any_other_wrote(
 def start_weights() -> Global:
     plugins, values = settings(Path("/nowhere"), "stage 0")
     trainer = make_trainer({**values, "run": {}}, plugins, {"random_task": TASK})
-    found = {group.name: group.master.detach().clone() for group in trainer.groups}
+    found = {group.name: group.master.detach().clone() for group in trainer.shares}
     trainer.close()
     return found
 
@@ -172,7 +173,7 @@ def in_bf16(folder: Path, stage: str, first: int, last: int) -> tuple[list[float
     losses = [trainer.train_step().loss for _ in range(last - first)]
     trainer.save()
     trainer.checkpointer.wait()
-    weights = {group.name: group.master.detach().clone() for group in trainer.groups}
+    weights = {group.name: group.master.detach().clone() for group in trainer.shares}
     trainer.close()
     return losses, weights
 
@@ -202,10 +203,10 @@ def take_weights(folder: Path, path: str, stage: str, whole: Global) -> dict[str
         assert torch.equal(entries["compute"].flatten(), wanted.to(entries["compute"].dtype)), name
         before[name] = entries["master"]
     trainer.train_step()
-    moved = {g.name: float((g.master - before[g.name]).abs().max()) for g in trainer.groups if g.master.numel()}
+    moved = {g.name: float((g.master - before[g.name]).abs().max()) for g in trainer.shares if g.master.numel()}
     apart = [
         g.name
-        for g in trainer.groups
+        for g in trainer.shares
         if g.master is not g.compute and not torch.equal(g.master.to(g.compute.dtype), g.compute)
     ]
     assert not apart

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from femto_core.batch import Batch
 from femto_core.hookspecs import hookimpl
-from femto_core.loss import CrossEntropy, Loss
-from femto_core.testing import RandomTask, WorkerPool, make_trainer
+from femto_core.loss import CrossEntropy, TokenStatistics
 from femto_core.trainer import Trainer
-from tests.core.test_sync import Breaks, tensor_bytes
-from tests.zero.tasks import STAGES, Values, merged
+from femto_tools.testing import RandomTask, WorkerPool, make_trainer
+from tests.core.test_replicated import Breaks, tensor_bytes
+from tests.merging import Values, merged
+from tests.zero.tasks import STAGES
 
 pytestmark = pytest.mark.slow
 
@@ -91,19 +93,22 @@ class FailingTask(RandomTask):
     where: str = "forward"
 
     @hookimpl
-    def femto_loss(self) -> Loss:
-        calls = 0
+    def femto_loss(self) -> CrossEntropy:
+        calls, task = 0, self
 
-        def loss(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == self.at and self.where == "forward":
-                raise MemoryError("out of memory")
-            if calls == self.at and self.where == "backward":
-                hidden = Breaks.apply(hidden)  # type: ignore[no-untyped-call]
-            return CrossEntropy()(hidden, head, targets)
+        class Failing(CrossEntropy):
+            def __call__(
+                self, statistics: TokenStatistics, hidden: torch.Tensor, head: nn.Module, batch: Batch
+            ) -> torch.Tensor:
+                nonlocal calls
+                calls += 1
+                if calls == task.at and task.where == "forward":
+                    raise MemoryError("out of memory")
+                if calls == task.at and task.where == "backward":
+                    hidden = Breaks.apply(hidden)  # type: ignore[no-untyped-call]
+                return super().__call__(statistics, hidden, head, batch)
 
-        return loss
+        return Failing()
 
     @hookimpl
     def femto_wrap_layer(self, name: str, layer: Any) -> None:

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from femto_core.batch import Batch
 from femto_core.hookspecs import hookimpl
-from femto_core.loss import CrossEntropy, Loss
+from femto_core.loss import CrossEntropy, TokenStatistics
 from femto_core.mesh import Mesh
-from femto_core.testing import RandomTask, Record, WorkerPool, assemble, make_trainer, worst_difference
 from femto_report.samples import continue_tokens
-from tests.zero.tasks import SHARDED, STAGES, HardTask, Values, merged, train_stage
+from femto_tools.testing import RandomTask, Record, WorkerPool, assemble, make_trainer, worst_difference
+from tests.merging import Values, merged
+from tests.zero.tasks import SHARDED, STAGES, HardTask, train_stage
 
 BOUND = 1e-9
 OneProcess = Callable[[Values, RandomTask], Record]
@@ -197,7 +199,7 @@ def with_interruptions(stage: str, interrupted: bool) -> tuple[list[float], dict
             assert len(continue_tokens(trainer, [1, 2, 3], count=3, temperature=0.7, seed=number, end_id=None)) == 3
             trainer.save()
     trainer.checkpointer.wait()
-    weights = {group.name: group.master.detach().clone() for group in trainer.groups}
+    weights = {group.name: group.master.detach().clone() for group in trainer.shares}
     trainer.close()
     return losses, weights
 
@@ -240,16 +242,19 @@ class PoisonedTask(RandomTask):
     value: float = math.nan
 
     @hookimpl
-    def femto_loss(self, mesh: Mesh) -> Loss:
-        calls = 0
+    def femto_loss(self, mesh: Mesh) -> CrossEntropy:
+        calls, task = 0, self
 
-        def loss(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            right: torch.Tensor = CrossEntropy()(hidden, head, targets)
-            return right * self.value if calls == 8 // mesh.size("dp") + 1 and mesh.rank == 1 else right
+        class Poisoned(CrossEntropy):
+            def __call__(
+                self, statistics: TokenStatistics, hidden: torch.Tensor, head: nn.Module, batch: Batch
+            ) -> torch.Tensor:
+                nonlocal calls
+                calls += 1
+                right = super().__call__(statistics, hidden, head, batch)
+                return right * task.value if calls == 8 // mesh.size("dp") + 1 and mesh.rank == 1 else right
 
-        return loss
+        return Poisoned()
 
 
 def skipping(stage: str, value: float, extra: tuple[str, ...]) -> tuple[list[bool], list[dict[str, torch.Tensor]]]:
@@ -259,11 +264,11 @@ def skipping(stage: str, value: float, extra: tuple[str, ...]) -> tuple[list[boo
     flags, weights = [], []
     for _ in range(3):
         flags.append(trainer.train_step().skipped)
-        weights.append({g.name: g.master.detach().clone() for g in trainer.groups})
-        weights[-1] |= {f"{g.name} computed": g.compute.detach().clone() for g in trainer.groups}
+        weights.append({g.name: g.master.detach().clone() for g in trainer.shares})
+        weights[-1] |= {f"{g.name} computed": g.compute.detach().clone() for g in trainer.shares}
         state = [t for entry in trainer.optimizer.state.values() for t in entry.values()]
         assert all(bool(torch.as_tensor(t).isfinite().all()) for t in state)
-        assert not any(g.master.grad is not None or g.compute.grad is not None for g in trainer.groups)
+        assert not any(g.master.grad is not None or g.compute.grad is not None for g in trainer.shares)
         assert not any(p.grad is not None for _, p in trainer.stage.named_parameters())
     trainer.close()
     return flags, weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,13 +12,14 @@ from torch.autograd import backward
 from torch.autograd.graph import saved_tensors_hooks
 
 from femto_core.batch import Batch
-from femto_core.testing import RandomTask, WorkerPool, make_trainer
 from femto_core.trainer import Trainer
 from femto_ops import collectives
+from femto_tools.testing import RandomTask, WorkerPool, make_trainer
 from femto_zero.gradients import IN_FLIGHT, GradientShards
 from femto_zero.units import Unit
 from femto_zero.whole import WholeWeights
-from tests.zero.tasks import HardTask, Values, live_bytes, merged, units_of, whole_bytes
+from tests.merging import Values, merged
+from tests.zero.tasks import HardTask, live_bytes, units_of, whole_bytes
 
 
 def live(trainer: Trainer) -> list[str]:
@@ -30,20 +31,17 @@ def live(trainer: Trainer) -> list[str]:
 
 def forward(trainer: Trainer, batch: Batch) -> torch.Tensor:
     hidden = trainer.stage.forward(batch.input_ids, batch)
-    loss: torch.Tensor = trainer.loss(hidden, trainer.stage.head, batch.targets)
+    loss: torch.Tensor = trainer.loss(hidden, trainer.stage.head, batch)
     return loss
 
 
 def finish_step(trainer: Trainer) -> None:
-    trainer.grad_sync.sync_gradients()
-    trainer.sharding.reduce_grads()
-    trainer.update(1.0)
-    trainer.sharding.gather_weights()
-    trainer.precision.zero_grad(trainer.groups)
-    trainer.sharding.post_step()
+    trainer.sharding.finish_gradients()
+    trainer.update(norm=1.0, lr_factor=1.0)
+    trainer.end_step()
 
 
-def saved_bytes(trainer: Trainer, batches: list[Batch]) -> tuple[int, list[torch.Tensor]]:
+def saved_bytes(trainer: Trainer, batches: Sequence[Batch]) -> tuple[int, list[torch.Tensor]]:
     """Run all forward passes; return the bytes of what they keep for backward besides parameters, and the losses."""
     own = {p.untyped_storage()._cdata for _, p in trainer.stage.named_parameters()}
     kept: dict[int, int] = {}
@@ -79,16 +77,17 @@ def in_flight(section: dict[str, Any], tied: bool, layers: int) -> dict[str, Any
     handles = [p.register_hook(look) for _, p in trainer.stage.named_parameters()]  # type: ignore[no-untyped-call]
     for number, loss in enumerate(others):
         if number < len(others) - 1:
-            with trainer.grad_sync.no_sync():
+            with trainer.sharding.no_sync():
                 backward(loss)
         else:
             backward(loss)
-            trainer.grad_sync.sync_gradients()
+            trainer.sharding.finish_gradients()
         seen["backward"].append(live(trainer))
     for handle in handles:
         handle.remove()
     seen["most"] = most[0]
-    finish_step(trainer)
+    trainer.update(norm=1.0, lr_factor=1.0)
+    trainer.end_step()
     seen["step"] = live(trainer)
     trainer.close()
     return seen
@@ -146,7 +145,7 @@ def frozen_in_backward(prefetch: int, recompute: str) -> list[list[str]]:
     trainer = make_trainer(values, ("zero3",), {"random_task": task})
     seen = []
     for batch in trainer.loader.next_step()[:3]:
-        with trainer.grad_sync.no_sync():
+        with trainer.sharding.no_sync():
             backward(forward(trainer, batch))
         seen.append(live(trainer))
     trainer.close()
@@ -166,7 +165,7 @@ def recomputed_in_backward(recompute: str) -> list[list[str]]:
     trainer = make_trainer(values, ("zero3",), {"random_task": HardTask(recompute=recompute)})
     seen = []
     for batch in trainer.loader.next_step()[:2]:
-        with trainer.grad_sync.no_sync():
+        with trainer.sharding.no_sync():
             backward(forward(trainer, batch))
         seen.append(live(trainer))
     trainer.close()
@@ -194,7 +193,7 @@ def watch_gradients(plugin: str, values: Values, watch: Callable[[GradientShards
 
     with mock.patch.object(collectives, "reduce_scatter", looking):
         for batch in trainer.loader.next_step():
-            with trainer.grad_sync.no_sync():
+            with trainer.sharding.no_sync():
                 backward(forward(trainer, batch))
             watch(gradients)
     return trainer
@@ -205,31 +204,31 @@ def stage_2_gradients() -> dict[str, Any]:
 
     def watch(gradients: GradientShards) -> None:
         most[0] = max(most[0], sum(b.flat.untyped_storage().nbytes() for b in gradients._collector.buckets))
-        flying[0] = max(flying[0], len(gradients._under_way))
+        flying[0] = max(flying[0], len(gradients._in_flight))
 
     values: Values = {"model": {"tied": False, "layers": 4}, "zero": {"bucket_mib": 0.002}, "data": {"micro_batch": 1}}
     trainer = watch_gradients("zero2", values, watch)
     sharding = trainer.sharding
     assert isinstance(sharding, WholeWeights)
     gradients = sharding._gradients
-    with trainer.grad_sync.no_sync():  # whatever is left over lands with the next bucket, or at the step's end
+    with trainer.sharding.no_sync():  # whatever is left over lands with the next bucket, or at the step's end
         pass
-    trainer.grad_sync.sync_gradients()
+    gradients.sync()
     whole = sum(flat.nbytes for flat in sharding._flats)
     seen = {
         "buckets": len(gradients._collector.buckets),
         "largest": max(flat.nbytes for flat in sharding._flats),
         "most": most[0],
-        "layer": sum(p.numel() * p.element_size() for p in trainer.stage.body.layers[0].parameters()),
+        "layer": sum(p.numel() * p.element_size() for p in trainer.stage.body.layers["0"].parameters()),
         "flying": flying[0],
         "full": sum(b.flat.numel() for b in gradients._collector.buckets),
         "grads": sum(p.grad is not None for _, p in trainer.stage.named_parameters()),
         "share": sum(s.untyped_storage().nbytes() for s in gradients._shares.values()) / whole,
-        "under way": len(gradients._under_way),
+        "in flight": len(gradients._in_flight),
     }
-    trainer.sharding.reduce_grads()
+    trainer.sharding.finish_gradients()
     assert not gradients._shares, "handed over"
-    trainer.precision.zero_grad(trainer.groups)
+    trainer.precision.zero_grad(trainer.shares)
     trainer.close()
     return seen
 
@@ -240,7 +239,7 @@ def test_stage_2_frees_full_gradients_as_they_are_reduced(pool: WorkerPool) -> N
         # Buckets go in their order, and a layer's first norm, which is early in that order, is the last to be ready.
         assert seen["most"] <= seen["layer"] + 2 * seen["largest"]
         assert seen["flying"] <= IN_FLIGHT
-        assert (seen["full"], seen["grads"], seen["under way"]) == (0, 0, 0)
+        assert (seen["full"], seen["grads"], seen["in flight"]) == (0, 0, 0)
         assert seen["share"] == pytest.approx(1 / 2)
 
 
@@ -254,7 +253,7 @@ def optimizer_bytes(plugins: tuple[str, ...]) -> tuple[int, int]:
         if name != "step"
     )
     weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for _, p in trainer.stage.named_parameters()}
-    weights |= {g.master.untyped_storage()._cdata: g.master.untyped_storage().nbytes() for g in trainer.groups}
+    weights |= {g.master.untyped_storage()._cdata: g.master.untyped_storage().nbytes() for g in trainer.shares}
     trainer.close()
     return state, sum(weights.values())
 

@@ -11,9 +11,10 @@ import torch
 from femto_core.hookspecs import hookimpl
 from femto_core.layout import ParamLayout
 from femto_core.model import FullModel
-from femto_core.testing import RandomTask, WorkerPool, assemble, make_trainer, worst_difference
+from femto_tools.testing import RandomTask, WorkerPool, assemble, make_trainer, worst_difference
 from femto_zero.units import plan_units
-from tests.zero.tasks import SHARDED, STAGES, HardTask, Values, merged, train_stage, units_of
+from tests.merging import Values, merged
+from tests.zero.tasks import SHARDED, STAGES, HardTask, train_stage, units_of
 
 ATTENTION = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
 LAYER = {*ATTENTION, "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"}
@@ -99,10 +100,10 @@ def test_a_weight_shared_between_layers_is_there_for_both(pool: WorkerPool, pref
 def layouts_of(stage: str, values: Values) -> tuple[dict[str, ParamLayout], dict[str, int], bool]:
     plugins, settings = STAGES[stage]
     trainer = make_trainer(merged(settings, values), plugins, {"random_task": HardTask(adapters=(0,))})
-    layouts = {group.name: group.layout for group in trainer.groups}
-    sizes = {group.name: group.master.numel() for group in trainer.groups}
+    layouts = {group.name: group.layout for group in trainer.shares}
+    sizes = {group.name: group.master.numel() for group in trainer.shares}
     kept = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-    only_owned = kept == {id(g.master) for g in trainer.groups if g.master.numel()}
+    only_owned = kept == {id(g.master) for g in trainer.shares if g.master.numel()}
     trainer.close()
     return layouts, sizes, only_owned
 

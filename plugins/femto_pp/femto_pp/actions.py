@@ -1,8 +1,8 @@
-"""What a rank of a pipeline does, one small value for each thing, with a printable form.
+"""The actions of a pipeline's rank, each with a printable form.
 
-`F3` is the forward of micro-batch 3, `F3.1` that of its second chunk on this rank; `B` and `W` are backward's two
-halves (input gradient, weight gradient), a `B` with no `W` to follow is all of it. `RF`, `SF`, `RB`, `SB` receive and
-send what lies between.
+`F3` is the forward of micro-batch 3 in the rank's first chunk, `F3.1` in its second. `B` and `W` are the two halves of
+backward (input gradient, weight gradient); a `B` without a `W` computes both. `SF3` sends the result of `F3`, and `RF3`
+receives its input.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import attrs
 
 
 @attrs.frozen
-class Action:
-    """One thing to do for one micro-batch, in one of this rank's chunks."""
+class Compute:
+    """A computation of one micro-batch in one of the rank's chunks."""
 
-    symbol: ClassVar[str] = ""
+    symbol: ClassVar[str]
 
     micro_batch: int
     chunk: int = 0
@@ -25,78 +25,42 @@ class Action:
         return f"{self.symbol}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-class Forward(Action):
+class Forward(Compute):
     """Run a chunk forward."""
 
     symbol = "F"
 
 
-class Backward(Action):
-    """Run a chunk backward: all of it, or the input gradient alone where a `WeightBackward` follows."""
+class Backward(Compute):
+    """Run a chunk backward: all of it, or only the input gradient if a `WeightBackward` follows."""
 
     symbol = "B"
 
 
-class WeightBackward(Action):
-    """Compute the weight gradients that a chunk's backward has put off."""
+class WeightBackward(Compute):
+    """Compute the weight gradients that a chunk's `Backward` deferred."""
 
     symbol = "W"
 
 
-class RecvForward(Action):
-    """Receive the hidden states that a chunk's forward needs."""
+@attrs.frozen
+class Send:
+    """Send the result of `compute` to the rank that needs it: hidden states, or their gradient."""
 
-    symbol = "RF"
+    compute: Compute
 
-
-class SendForward(Action):
-    """Send what a chunk's forward gave."""
-
-    symbol = "SF"
-
-
-class RecvBackward(Action):
-    """Receive the gradient that a chunk's backward needs."""
-
-    symbol = "RB"
-
-
-class SendBackward(Action):
-    """Send the input gradient that a chunk's backward gave."""
-
-    symbol = "SB"
+    def __str__(self) -> str:
+        return f"S{self.compute}"
 
 
 @attrs.frozen
-class _Pair:
-    send: Action
-    receive: Action
+class Recv:
+    """Receive the input of `compute` from the rank that has it: hidden states, or their gradient."""
+
+    compute: Compute
 
     def __str__(self) -> str:
-        return f"{self.send}+{self.receive}"
+        return f"R{self.compute}"
 
 
-class SendForwardRecvBackward(_Pair):
-    """Send and receive in one: `SF3+RB1`."""
-
-
-class SendBackwardRecvForward(_Pair):
-    """Send and receive in one: `SB1+RF4`."""
-
-
-Compute = Forward | Backward | WeightBackward
-Step = Action | _Pair
-
-
-def receive_of(step: Step) -> Action | None:
-    """Return what a step receives, if anything."""
-    if isinstance(step, _Pair):
-        return step.receive
-    return step if isinstance(step, RecvForward | RecvBackward) else None
-
-
-def send_of(step: Step) -> Action | None:
-    """Return what a step sends, if anything."""
-    if isinstance(step, _Pair):
-        return step.send
-    return step if isinstance(step, SendForward | SendBackward) else None
+Action = Compute | Send | Recv

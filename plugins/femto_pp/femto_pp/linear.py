@@ -1,4 +1,4 @@
-"""Makes a stage's linear layers able to put their weight gradients off."""
+"""Lets a stage's linear layers defer their weight gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from femto_ops.linear import SplittingLinear
 
 
 def split_linears(stage: Stage) -> None:
-    """Make every plain `nn.Linear` inside the stage's layers a `SplittingLinear`, in place."""
+    """Turn every plain `nn.Linear` inside the stage's decoder layers into a `SplittingLinear`, in place."""
     for _, layer in stage.named_layers():
         for module in layer.modules():
             if type(module) is nn.Linear:
                 module.__class__ = SplittingLinear
-                cast(SplittingLinear, module).later = stage.weight_grads
+                cast(SplittingLinear, module).weight_grads = stage.weight_grads

@@ -1,24 +1,32 @@
-"""The wires between a pipeline's ranks: one process group for each channel, so that none waits behind another."""
+"""Messages between a pipeline's ranks, over one process group for each (sender, receiver, direction).
+
+Since each channel has its own group, channels cannot block each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from femto_core.mesh import Mesh
+from femto_ops.collectives import c10d
 from femto_pp.lowering import Channel, channels
 from femto_pp.placement import Placement
 
 PP = "pp"
-_c10d: Any = dist
 
 
 class Links:
-    """Sends and receives along channels, started now and awaited later. Built by every rank of the world."""
+    """Asynchronous sends and receives along channels. Built by every rank of the world.
+
+    A round-robin pipeline of p ranks with one chunk each has 2 (p - 1) channels, so that a world of n ranks builds
+    2 (p - 1) n / p groups: almost two per rank. Every rank takes part in building every group, one after another. At
+    1,024 ranks this means about 2,000 groups at start-up, each with a barrier of all ranks; the work grows as n
+    squared. A rank sends and receives through at most four of the groups, so that its buffers do not grow with n.
+    """
 
     def __init__(self, mesh: Mesh, placement: Placement) -> None:
         lines = mesh.lines(PP)
@@ -27,50 +35,52 @@ class Links:
             for channel in channels(placement)
         }
         self._is_gloo = mesh.device.type == "cpu"
-        self._reaper = ThreadPoolExecutor(1, thread_name_prefix="pipeline-sends")
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="pipeline-sends")
         self._sending: list[tuple[Callable[[], bool], Callable[[], object]]] = []
+        """(is it done, wait for it) of each send in flight."""
 
     def send(self, tensor: torch.Tensor, channel: Channel) -> None:
-        """Start to send; the tensor is kept until it is gone, but no longer."""
+        """Start a send. The tensor is kept alive until the send is done, but no longer."""
         tensor = tensor.contiguous()
         group = self._groups[channel]
         assert group is not None, f"no group for {channel}"
-        work = _c10d.isend(tensor, group=group, group_dst=_place(channel, channel[1]))
-        if self._is_gloo:  # which cannot be asked whether it is done, only waited for
-            future = self._reaper.submit(_hold, work, tensor)
+        work = c10d.isend(tensor, group=group, group_dst=_group_rank(channel, channel[1]))
+        if self._is_gloo:  # gloo cannot tell whether a send is done, so a thread waits for it
+            future = self._waiter.submit(_wait, work, tensor)
             self._sending.append((future.done, future.result))
         else:
-            self._sending.append((work.is_completed, lambda: _hold(work, tensor)))
+            self._sending.append((work.is_completed, lambda: _wait(work, tensor)))
         self._sending = [(done, wait) for done, wait in self._sending if not (done() and _ended(wait))]
 
     def receive(self, buffer: torch.Tensor, channel: Channel) -> dist.Work:
         """Start to receive into `buffer`."""
         group = self._groups[channel]
         assert group is not None, f"no group for {channel}"
-        work: dist.Work = _c10d.irecv(buffer, group=group, group_src=_place(channel, channel[0]))
+        work: dist.Work = c10d.irecv(buffer, group=group, group_src=_group_rank(channel, channel[0]))
         return work
 
     def drain(self) -> None:
-        """Return when everything that was sent is gone."""
+        """Wait until all sends are done."""
         for _, wait in self._sending:
             wait()
         self._sending = []
 
     def close(self) -> None:
         """End the thread that waits for sends."""
-        self._reaper.shutdown(wait=False)
+        self._waiter.shutdown(wait=False)
 
 
 def _ended(wait: Callable[[], object]) -> bool:
-    """Raise what a send that is over failed with."""
+    """Return True for a send that is done; raise its error if it failed."""
     wait()
     return True
 
 
-def _hold(work: dist.Work, _tensor: torch.Tensor) -> None:
+def _wait(work: dist.Work, _tensor: torch.Tensor) -> None:
+    """Wait for a send; the argument keeps its tensor alive until then."""
     work.wait()
 
 
-def _place(channel: Channel, rank: int) -> int:
-    """Return a rank's number in its channel's group, which counts in ascending order."""
+def _group_rank(channel: Channel, rank: int) -> int:
+    """Return a rank's number in its channel's group. A group numbers its ranks in ascending order."""
     return int(rank > min(channel[0], channel[1]))

@@ -1,103 +1,106 @@
-"""From what each rank computes to what it does: sends and receives are put where they belong."""
+"""Lowering: a rank's computations become its actions, with sends and receives put in.
+
+The data flow follows the placement's table: forward from each virtual stage to the next, backward the other way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from femto_pp.actions import (
-    Action,
-    Backward,
-    Compute,
-    Forward,
-    RecvBackward,
-    RecvForward,
-    SendBackward,
-    SendBackwardRecvForward,
-    SendForward,
-    SendForwardRecvBackward,
-    Step,
-)
+from femto_pp.actions import Action, Backward, Compute, Forward, Recv, Send
 from femto_pp.placement import Placement
 from femto_pp.schedules import Order
 
 Channel = tuple[int, int, str]
-"""From a rank, to a rank, forward (F) or backward (B): what goes through one keeps its order."""
+"""(sender, receiver, F or B). Messages of one channel arrive in the order in which they were sent."""
+Located = tuple[int, Compute]
+"""(rank, one of its computations)."""
+DIRECTION = {"F": 1, "B": -1}
+"""The step from one virtual stage to the next in the order of computation."""
 
 
-def channel_of(action: Compute, placement: Placement, rank: int) -> Channel | None:
-    """Return the channel through which an action's result leaves the rank; None where it does not."""
-    stage = placement.stage(rank, action.chunk)
-    following = {"F": stage + 1, "B": stage - 1}.get(action.symbol, -1)
-    if not 0 <= following < placement.stages or placement.rank(following) == rank:
+def producer(compute: Compute, placement: Placement, rank: int) -> Located | None:
+    """Return the computation in the neighbouring chunk that gives the input; None if there is no such chunk.
+
+    `compute` belongs to `rank`. The embedding's forward has no producer, and neither have the head's backward and
+    weight gradients.
+    """
+    return _neighbour(compute, placement, rank, -1)
+
+
+def consumer(compute: Compute, placement: Placement, rank: int) -> Located | None:
+    """Return the computation in the neighbouring chunk that takes the result; None if there is no such chunk."""
+    return _neighbour(compute, placement, rank, 1)
+
+
+def _neighbour(compute: Compute, placement: Placement, rank: int, sign: int) -> Located | None:
+    if not isinstance(compute, Forward | Backward):
         return None
-    return rank, placement.rank(following), action.symbol
+    found = placement.virtual_stage(rank, compute.chunk) + sign * DIRECTION[compute.symbol]
+    if not 0 <= found < placement.virtual_stages:
+        return None
+    return placement.rank(found), type(compute)(compute.micro_batch, placement.chunk(found))
 
 
-def source_of(action: Compute, placement: Placement, rank: int) -> tuple[Channel, Action] | None:
-    """Return the channel through which an action's input comes, and the action that sends it; None for no channel."""
-    stage = placement.stage(rank, action.chunk)
-    if isinstance(action, Forward):
-        before, kind = stage - 1, "F"
-    elif isinstance(action, Backward):
-        before, kind = stage + 1, "B"
-    else:
-        return None
-    if not 0 <= before < placement.stages or placement.rank(before) == rank:
-        return None
-    sender = placement.rank(before)
-    return (sender, rank, kind), type(action)(action.micro_batch, placement.chunk(before))
+def channel_to(compute: Compute, placement: Placement, rank: int) -> Channel | None:
+    """Return the channel that brings the input of `rank`'s computation; None if it comes from no other rank."""
+    found = producer(compute, placement, rank)
+    return None if found is None or found[0] == rank else (found[0], rank, compute.symbol)
+
+
+def channel_from(compute: Compute, placement: Placement, rank: int) -> Channel | None:
+    """Return the channel that takes the result of `rank`'s computation; None if no other rank needs it."""
+    found = consumer(compute, placement, rank)
+    return None if found is None or found[0] == rank else (rank, found[0], compute.symbol)
+
+
+def channel_of(action: Send | Recv, placement: Placement, rank: int) -> Channel:
+    """Return the channel that a send or receive of `rank` uses."""
+    find = channel_from if isinstance(action, Send) else channel_to
+    found = find(action.compute, placement, rank)
+    assert found is not None, f"rank {rank} has no channel for {action}"
+    return found
 
 
 def channels(placement: Placement) -> list[Channel]:
-    """Return every channel that a pipeline needs, in an order that all ranks agree on."""
+    """Return every channel of a pipeline, in the same order on all ranks."""
     found = []
-    for stage in range(placement.stages - 1):
-        here, there = placement.rank(stage), placement.rank(stage + 1)
+    for virtual_stage in range(placement.virtual_stages - 1):
+        here, there = placement.rank(virtual_stage), placement.rank(virtual_stage + 1)
         if here != there:
             found += [(here, there, "F"), (there, here, "B")]
     return list(dict.fromkeys(found))
 
 
-def lower(orders: Sequence[Order], placement: Placement, rank: int) -> list[Step]:
-    """Return all that `rank` does, in order.
+def lower(orders: Sequence[Order], placement: Placement, rank: int) -> list[Action]:
+    """Return all actions of `rank`, in order, for `orders` that are complete.
 
-    A rank receives in the order in which the other sends, which it knows, since schedules are pure functions; a result
-    that is sent before it is needed is received before it is needed.
+    A rank receives in the order in which the other rank sends. It knows this order, since schedules are pure functions.
+    If a message is sent before the needed one, it is also received before it.
     """
-    sent: dict[Channel, Iterator[Compute]] = {}
-    received: set[tuple[Channel, Action]] = set()
-    steps: list[Step] = []
-    for action in orders[rank]:
-        source = source_of(action, placement, rank)
-        if source is not None:
-            channel, wanted = source
-            if channel not in sent:
-                sender = orders[channel[0]]
-                sent[channel] = iter([a for a in sender if channel_of(a, placement, channel[0]) == channel])
-            while (channel, wanted) not in received:
-                message = next(sent[channel])  # runs dry only where the sender never sends it: a broken schedule
-                received.add((channel, message))
-                stage = placement.stage(channel[0], message.chunk) + (1 if channel[2] == "F" else -1)
-                kind = RecvForward if channel[2] == "F" else RecvBackward
-                steps.append(kind(message.micro_batch, placement.chunk(stage)))
-        steps.append(action)
-        if channel_of(action, placement, rank) is not None:
-            kind_sent = SendForward if isinstance(action, Forward) else SendBackward
-            steps.append(kind_sent(action.micro_batch, action.chunk))
-    return list(fuse(steps))
+    unreceived: dict[Channel, Iterator[Compute]] = {}
+    received: set[Compute] = set()
+    actions: list[Action] = []
+    for compute in orders[rank]:
+        channel = channel_to(compute, placement, rank)
+        if channel is not None:
+            if channel not in unreceived:
+                unreceived[channel] = _needing(orders, placement, channel)
+            while compute not in received:
+                needing = next(unreceived[channel])
+                received.add(needing)
+                actions.append(Recv(needing))
+        actions.append(compute)
+        if channel_from(compute, placement, rank) is not None:
+            actions.append(Send(compute))
+    return actions
 
 
-def fuse(steps: Sequence[Step]) -> Iterator[Step]:
-    """Join a send with the receive that follows it, where they go opposite ways."""
-    at = 0
-    while at < len(steps):
-        this, following = steps[at], steps[at + 1] if at + 1 < len(steps) else None
-        if isinstance(this, SendForward) and isinstance(following, RecvBackward):
-            yield SendForwardRecvBackward(this, following)
-            at += 2
-        elif isinstance(this, SendBackward) and isinstance(following, RecvForward):
-            yield SendBackwardRecvForward(this, following)
-            at += 2
-        else:
-            yield this
-            at += 1
+def _needing(orders: Sequence[Order], placement: Placement, channel: Channel) -> Iterator[Compute]:
+    """Yield the receiver's computations that need a channel's messages, in the order in which these are sent."""
+    sender = channel[0]
+    for compute in orders[sender]:
+        if channel_from(compute, placement, sender) == channel:
+            found = consumer(compute, placement, sender)
+            assert found is not None
+            yield found[1]

@@ -1,4 +1,7 @@
-"""Mixed precision: narrow weights to compute with, wide ones to update (Micikevicius et al. 2018, arXiv:1710.03740)."""
+"""Mixed precision: weights compute in a narrow dtype and are updated in a wide one.
+
+(Micikevicius et al. 2018, arXiv:1710.03740.)
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import torch
 from torch import nn
 
 from femto_core.layout import ParamLayout
+from femto_core.mesh import Mesh
 from femto_core.model import Stage
-from femto_core.precision import ParamGroup
+from femto_core.precision import ParamShare
 
 
 @attrs.frozen(kw_only=True)
@@ -21,14 +25,15 @@ class MixedPrecision:
     compute: torch.dtype
     master: torch.dtype
     accumulate: torch.dtype
-    """Of gradients over micro-batches."""
+    """Dtype in which gradients add up over micro-batches."""
     reduce: torch.dtype
-    """Of gradients between ranks."""
-    part_bytes: int
-    """Bytes of masters updated at a time: wide gradients exist only for so many."""
+    """Dtype in which gradients travel between ranks."""
+    group_bytes: int
+    """Bytes of masters that are updated at a time: wide gradients exist for only so many."""
+    mesh: Mesh
 
     def dtype_of(self, name: str, stage: Stage) -> torch.dtype:
-        """Return the master's dtype where the model insists on fp32 for this module, otherwise the compute dtype."""
+        """Return the master's dtype if the model keeps this module in fp32, otherwise the compute dtype."""
         wide = getattr(stage.module, "_keep_in_fp32_modules_strict", None) or ()
         keeps = any(re.search(rf"(^|\.){re.escape(module)}(\.|$)", name) for module in wide)
         return self.master if keeps else self.compute
@@ -39,41 +44,43 @@ class MixedPrecision:
     def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
         return self.reduce if compute == self.compute else compute
 
-    def make_group(self, name: str, compute: nn.Parameter, layout: ParamLayout) -> ParamGroup:
-        """Give a trainable narrow parameter a master; a frozen one, or one that computes in fp32, is its own."""
+    def make_share(self, name: str, compute: nn.Parameter, layout: ParamLayout) -> ParamShare:
+        """Give a trainable narrow parameter a master. Frozen and fp32 parameters are their own masters."""
         master = compute
         if compute.requires_grad and compute.dtype == self.compute:
             master = nn.Parameter(torch.empty_like(compute, dtype=self.master))
-        return ParamGroup(name=name, compute=compute, master=master, layout=layout)
+        return ParamShare(name=name, compute=compute, master=master, layout=layout)
 
-    def parts(self, groups: Sequence[ParamGroup]) -> Sequence[Sequence[ParamGroup]]:
-        """Cut `groups` so that the gradients to be widened at a time fit; those that are wide already cost nothing.
+    def update_groups(self, shares: Sequence[ParamShare]) -> Sequence[Sequence[ParamShare]]:
+        """Cut `shares` so that the gradients to be widened at a time fit in `group_bytes`.
 
-        Groups that are their own masters come first: the optimizer sees their gradients in whichever part it updates.
+        A share counts as large as the average rank's, so that ranks of one data group cut alike. Shares that are their
+        own masters need no wide gradient, and come first.
         """
-        parts: list[list[ParamGroup]] = [[]]
-        size = 0
-        for group in sorted(groups, key=lambda group: group.master is not group.compute):
-            grad = group.compute.grad
-            cost = 0 if grad is None or grad.dtype == group.master.dtype else group.master.nbytes
-            if size + cost > self.part_bytes and size:
-                parts.append([])
-                size = 0
-            parts[-1].append(group)
+        groups: list[list[ParamShare]] = [[]]
+        size = 0.0
+        for share in sorted(shares, key=lambda share: share.master is not share.compute):
+            cost = 0.0
+            if share.master is not share.compute:
+                cost = share.layout.box.numel * self.master.itemsize / self.mesh.size(*share.layout.sharded)
+            if size + cost > self.group_bytes and size:
+                groups.append([])
+                size = 0.0
+            groups[-1].append(share)
             size += cost
-        return parts
+        return groups
 
-    def copy_grads_to_master(self, groups: Sequence[ParamGroup]) -> None:
-        for group in groups:
-            if group.master is not group.compute and group.compute.grad is not None:
-                group.master.grad = group.compute.grad.to(group.master.dtype)
+    def copy_grads_to_master(self, shares: Sequence[ParamShare]) -> None:
+        for share in shares:
+            if share.master is not share.compute and share.compute.grad is not None:
+                share.master.grad = share.compute.grad.to(share.master.dtype)
 
     @torch.no_grad()
-    def sync_weights(self, groups: Sequence[ParamGroup]) -> None:
-        apart = [group for group in groups if group.master is not group.compute and group.master.numel()]
+    def sync_weights(self, shares: Sequence[ParamShare]) -> None:
+        apart = [share for share in shares if share.master is not share.compute and share.master.numel()]
         if apart:
-            torch._foreach_copy_([group.compute for group in apart], [group.master for group in apart])
+            torch._foreach_copy_([share.compute for share in apart], [share.master for share in apart])
 
-    def zero_grad(self, groups: Sequence[ParamGroup]) -> None:
-        for group in groups:
-            group.master.grad = group.compute.grad = None
+    def zero_grad(self, shares: Sequence[ParamShare]) -> None:
+        for share in shares:
+            share.master.grad = share.compute.grad = None

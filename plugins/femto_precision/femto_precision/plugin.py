@@ -12,7 +12,8 @@ from femto_core.sections import positive
 
 if TYPE_CHECKING:
     from femto_core.config import Config
-    from femto_core.precision import MixedPrecisionManager
+    from femto_core.mesh import Mesh
+    from femto_core.precision import Precision
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -25,8 +26,8 @@ class BF16Section:
     """Element type in which gradients add up over micro-batches; bfloat16 loses small addends."""
     reduce_dtype: Dtype = "bfloat16"
     """Element type in which gradients travel between ranks."""
-    part_mib: float = attrs.field(default=64.0, validator=positive)
-    """MiB of masters to update at a time: their gradients exist in fp32 only for that part."""
+    group_mib: float = attrs.field(default=64.0, validator=positive)
+    """MiB of masters to update at a time: gradients exist in fp32 only for so many."""
 
 
 class BF16:
@@ -52,21 +53,24 @@ class BF16:
             raise UserError(f"{name} does not compute in bf16 (Ampere and later do); train without plugin bf16")
 
     @hookimpl
-    def femto_precision(self, config: Config) -> MixedPrecisionManager:
+    def femto_precision(self, config: Config, mesh: Mesh) -> Precision:
         import torch
 
         from femto_precision.manager import MixedPrecision
 
         section = config.section(BF16Section)
-        part_bytes = int(section.part_mib * 2**20)
+        group_bytes = int(section.group_mib * 2**20)
         if config.train.dtype == "float64":  # for verification: the same roles, exact to the last digits
             f64 = torch.float64
-            return MixedPrecision(compute=f64, master=f64, accumulate=f64, reduce=f64, part_bytes=part_bytes)
-        dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+            return MixedPrecision(
+                compute=f64, master=f64, accumulate=f64, reduce=f64, group_bytes=group_bytes, mesh=mesh
+            )
+        known = {"bfloat16": torch.bfloat16, "float32": torch.float32}
         return MixedPrecision(
             compute=torch.bfloat16,
             master=torch.float32,
-            accumulate=dtypes[section.accumulate_dtype],
-            reduce=dtypes[section.reduce_dtype],
-            part_bytes=part_bytes,
+            accumulate=known[section.accumulate_dtype],
+            reduce=known[section.reduce_dtype],
+            group_bytes=group_bytes,
+            mesh=mesh,
         )

@@ -1,8 +1,8 @@
-"""The policy auto: the least recomputation that fits a budget, from what a layer is measured to need.
+"""The policy auto: the least recomputation that fits a budget, from measured costs of a layer.
 
-Layers are alike, so one is measured, in the first step, on one row of a micro-batch, with each treatment: the bytes it
-holds from forward to backward, and how long backward takes. The first step itself recomputes everything. After it, all
-ranks take the costs of the most expensive one, so that those that must decide alike do.
+Layers are alike, so one layer is measured in the first step, on one row of a micro-batch, with each treatment: the
+bytes it holds from forward to backward, and the time of its backward. The first step itself recomputes everything.
+After it, every rank uses the costs of the most expensive rank, so that all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ GIB = 2**30
 
 @attrs.frozen
 class Cost:
-    """What a layer needs with a treatment, for one row of a micro-batch."""
+    """Cost of a layer with one treatment, for one row of a micro-batch."""
 
     held: int
-    """Bytes kept from forward to backward, its output included."""
+    """Bytes kept from forward to backward, the layer's output included."""
     backward_s: float
-    """Time of backward, what is computed again included."""
+    """Seconds of backward, recomputation included."""
 
 
 @attrs.frozen
 class Load:
-    """What one rank has to fit."""
+    """The load of one rank: layers and rows that the budget must hold."""
 
     layers: int
     rows: int
@@ -48,22 +48,22 @@ class Budget:
     """Decides for all layers of a stage, after the first step."""
 
     limit_bytes: float
-    """For what the stage's layers hold, of all micro-batches in flight."""
+    """Bytes that the stage's layers may hold, over all micro-batches in flight."""
     layers: int = 0
-    """How many there are."""
+    """Number of layers of the stage."""
     costs: dict[Treatment, Cost] = attrs.field(factory=dict, init=False)
     _order: dict[int, int] = attrs.field(factory=dict, init=False)
     _plan: list[Treatment] = attrs.field(factory=list, init=False)
 
     def choose(self, wrapper: ActivationCheckpointWrapper, inputs: Any, named: Any) -> Treatment:
-        """Return a layer's treatment; measure the first that comes."""
+        """Return a layer's treatment; measure the first layer that asks."""
         if not self.costs:
             self.costs = {treatment: measure(wrapper, treatment, inputs, named) for treatment in Treatment}
         place = self._order.setdefault(id(wrapper), len(self._order))
         return self._plan[place] if self._plan else Treatment.RECOMPUTE
 
     def decide(self, loads: Sequence[Load], mine: int) -> None:
-        """Fix the plan, given what every rank has to fit. Raises `UserError` on all alike where one cannot."""
+        """Fix the plan, given every rank's load. Raises `UserError` on all ranks if one rank's load does not fit."""
         costs = [load.costs for load in loads if load.layers]
         worst = {t: Cost(max(of[t].held for of in costs), max(of[t].backward_s for of in costs)) for t in Treatment}
         plans = [fit(load.layers, worst, self.limit_bytes, load.rows) for load in loads]
@@ -71,9 +71,9 @@ class Budget:
 
 
 def fit(layers: int, costs: Mapping[Treatment, Cost], limit: float, rows: int) -> list[Treatment]:
-    """Return each layer's treatment: of all that hold at most `limit` bytes, what takes the least time.
+    """Return each layer's treatment: the fastest plan that holds at most `limit` bytes.
 
-    Raises `UserError` saying the least budget that would do.
+    Raises `UserError` with the least budget that would do.
     """
     best: tuple[float, int, list[Treatment]] | None = None
     for recomputed, selected in itertools.product(range(layers + 1), repeat=2):
@@ -95,7 +95,7 @@ def fit(layers: int, costs: Mapping[Treatment, Cost], limit: float, rows: int) -
 
 
 def measure(wrapper: ActivationCheckpointWrapper, treatment: Treatment, inputs: Any, named: Any) -> Cost:
-    """Run a layer forward and backward on the first row, a few times, and return what it held and took at best."""
+    """Run a layer forward and backward on the first row, a few times; return the bytes it held and its best time."""
     held, least = 0, math.inf
     device = next(wrapper.parameters()).device
     cuda = [device] if device.type == "cuda" else []
@@ -107,7 +107,7 @@ def measure(wrapper: ActivationCheckpointWrapper, treatment: Treatment, inputs: 
             output = output[0] if isinstance(output, tuple) else output
             held = counter.live() - before
         if cuda:
-            torch.cuda.synchronize(device)  # forward's kernels are not to be counted
+            torch.cuda.synchronize(device)  # so that forward's kernels are not counted
         started = time.perf_counter()
         sources = [t for t in [*one, *one_named.values()] if isinstance(t, torch.Tensor) and t.requires_grad]
         sources += [p for p in wrapper.parameters() if p.requires_grad][:1]  # the inputs may want none
@@ -119,7 +119,7 @@ def measure(wrapper: ActivationCheckpointWrapper, treatment: Treatment, inputs: 
 
 
 def first_row(values: Any) -> Any:
-    """Return nested inputs with the first row of every tensor, cut off from the graph, wanting a gradient."""
+    """Return nested inputs with the first row of every tensor, detached from the graph."""
     if isinstance(values, torch.Tensor):
         row = values[:1].detach().clone() if values.dim() else values
         return row.requires_grad_() if values.requires_grad else row

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import attrs
-
 from femto_core.errors import UserError, suggest
 from femto_core.hookspecs import hookimpl
-from femto_core.sections import not_negative, positive
+from femto_sac.section import SACSection
 
 if TYPE_CHECKING:
     from torch import nn
 
     from femto_core.config import Config
+    from femto_core.model import Stage
     from femto_core.trainer import Trainer
     from femto_sac.budget import Budget
-
-
-@attrs.frozen(kw_only=True)
-class SACSection:
-    """Activations that are computed again in backward instead of being saved."""
-
-    policy: str = "full"
-    """none, full, selective (keep matrix products and attention), modules (by sac.pattern), auto (to sac.budget_gib),
-    or one that a plugin registers."""
-    every: int = attrs.field(default=1, validator=positive)
-    """Treat every so many layers only; for full and selective."""
-    pattern: str = ""
-    """For modules: names of those to checkpoint, such as model.layers.*.mlp."""
-    budget_gib: float = attrs.field(default=0.0, validator=not_negative)
-    """For auto: GiB that the layers of this rank may save for backward."""
 
 
 class ActivationCheckpointing:
@@ -39,7 +23,6 @@ class ActivationCheckpointing:
     def __init__(self) -> None:
         self._budget: Budget | None = None
         self._wrapped = 0
-        self._trainer: Trainer | None = None
 
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[SACSection]]:
@@ -57,12 +40,14 @@ class ActivationCheckpointing:
                 f"(policies: {', '.join(known)})"
             )
         if (section.policy == "modules") != bool(section.pattern):
-            raise UserError("sac.policy = 'modules' and sac.pattern go together: the one says to use the other")
+            raise UserError("sac.policy = 'modules' and sac.pattern go together: set both or neither")
         if (section.policy == "auto") != bool(section.budget_gib):
-            raise UserError("sac.policy = 'auto' and sac.budget_gib go together: the one says to use the other")
+            raise UserError("sac.policy = 'auto' and sac.budget_gib go together: set both or neither")
 
     @hookimpl
-    def femto_wrap_layer(self, name: str, layer: nn.Module, config: Config) -> nn.Module | None:
+    def femto_wrap_layer(self, name: str, layer: nn.Module, stage: Stage, config: Config) -> nn.Module | None:
+        if not stage.trainable:  # no backward will ask for its activations
+            return None
         from femto_sac.budget import GIB, Budget
         from femto_sac.policies import POLICIES, WHOLE
         from femto_sac.wrapper import ActivationCheckpointWrapper
@@ -88,7 +73,6 @@ class ActivationCheckpointing:
     def femto_train_begin(self, trainer: Trainer) -> None:
         from femto_sac.budget import GIB, Budget
 
-        self._trainer = trainer
         section = trainer.config.section(SACSection)
         if section.policy == "auto" and self._budget is None:  # a pipeline's stage without layers decides with the rest
             self._budget = Budget(section.budget_gib * GIB)
@@ -96,14 +80,12 @@ class ActivationCheckpointing:
             raise UserError(f"sac.pattern = {section.pattern!r} matches no module of this model's layers")
 
     @hookimpl
-    def femto_step_end(self) -> None:
+    def femto_step_end(self, trainer: Trainer) -> None:
         from femto_sac.budget import Load
 
-        budget, trainer = self._budget, self._trainer
-        if budget is None or trainer is None:
+        budget, self._budget = self._budget, None  # decided once
+        if budget is None:
             return
-        self._budget = None  # decided once
-        sampler = trainer.loader.sampler
-        rows = trainer.schedule.in_flight(sampler.accumulation) * sampler.micro_batch
+        rows = trainer.schedule.in_flight(trainer.loader.accumulation) * trainer.config.data.micro_batch
         loads = trainer.mesh.gather_objects(Load(budget.layers, rows, budget.costs))
         budget.decide(loads, trainer.mesh.rank)

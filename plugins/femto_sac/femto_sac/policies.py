@@ -1,4 +1,4 @@
-"""Policies: which modules of a layer are checkpointed, and how.
+"""Policies: the modules of a layer that are checkpointed, and with which treatment.
 
 A policy is a function from (layer's name, layer, section) to a mapping of module names within the layer ("" is the
 layer itself) to treatments. A third party registers its own with `@policy("name")`.
@@ -9,16 +9,13 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from torch import nn
 
+from femto_sac.section import SACSection
 from femto_sac.wrapper import Treatment
 
-if TYPE_CHECKING:
-    from femto_sac.plugin import SACSection
-
-Policy = Callable[[str, nn.Module, "SACSection"], Mapping[str, Treatment]]
+Policy = Callable[[str, nn.Module, SACSection], Mapping[str, Treatment]]
 POLICIES: dict[str, Policy] = {}
 WHOLE = ""
 
@@ -49,13 +46,13 @@ def none(name: str, layer: nn.Module, section: SACSection) -> Mapping[str, Treat
 
 @policy("full")
 def full(name: str, layer: nn.Module, section: SACSection) -> Mapping[str, Treatment]:
-    """Save each layer's input only; of every `sac.every`-th layer."""
+    """Save only the input of every `sac.every`-th layer."""
     return {WHOLE: Treatment.RECOMPUTE} if layer_number(name) % section.every == 0 else {}
 
 
 @policy("selective")
 def selective(name: str, layer: nn.Module, section: SACSection) -> Mapping[str, Treatment]:
-    """Save what matrix products and attention give, of every `sac.every`-th layer."""
+    """Save only results of matrix products and attention, in every `sac.every`-th layer."""
     return {WHOLE: Treatment.SELECT} if layer_number(name) % section.every == 0 else {}
 
 

@@ -1,4 +1,4 @@
-"""ActivationCheckpointWrapper: a module that saves its inputs and computes the rest again in backward.
+"""ActivationCheckpointWrapper: a module that saves its inputs and recomputes its activations in backward.
 
 (Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.)
 """
@@ -16,12 +16,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 
 class Treatment(enum.Enum):
-    """What becomes of a module's activations."""
+    """How a module's activations reach backward: saved, or computed again."""
 
     KEEP = "keep"
-    """All are saved; nothing is computed again."""
+    """All activations are saved."""
     SELECT = "select"
-    """The results of matrix products and attention are saved; what lies between is cheap, and computed again."""
+    """Results of matrix products and attention are saved; cheaper operations are recomputed."""
     RECOMPUTE = "recompute"
     """Only the inputs are saved."""
 
@@ -38,13 +38,13 @@ EXPENSIVE = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
 }
-"""Operations whose results are worth their memory."""
+"""Operations whose results are saved under SELECT."""
 
 
 class ActivationCheckpointWrapper(nn.Module):
-    """Stands in for a module under the same names: it shares the module's parameters, buffers and children.
+    """Takes a module's place under the same names: it shares the module's parameters, buffers and children.
 
-    Outside training, and without gradients, it only passes on.
+    Outside training, and without gradients, it only calls the module.
     """
 
     def __init__(self, module: nn.Module, choose: Callable[[ActivationCheckpointWrapper, Any, Any], Treatment]) -> None:
@@ -71,7 +71,7 @@ class ActivationCheckpointWrapper(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self.inner(*inputs, **named)
         if named.get("use_cache"):
-            named["use_cache"] = False  # the second computation would find the cache that the first has filled
+            named["use_cache"] = False  # recomputation would find the cache that forward has filled
         return self.run(self._choose(self, inputs, named), inputs, named)
 
     def run(self, treatment: Treatment, inputs: Any, named: Any) -> Any:
@@ -81,19 +81,19 @@ class ActivationCheckpointWrapper(nn.Module):
         extra: dict[str, Any] = {}
         if treatment is Treatment.SELECT:
             extra["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_expensive)
-        # torch's own debug mode stays off: it records every operation.
+        # torch's debug mode stays off, because it records every operation.
         return checkpoint(
             self.inner, *inputs, use_reentrant=False, preserve_rng_state=self.keeps_rng, debug=False, **extra, **named
         )
 
 
 def keep_expensive(context: Any, operation: Any, *_inputs: Any, **_named: Any) -> CheckpointPolicy:
-    """Keep the results of `EXPENSIVE` operations, and compute all others again."""
+    """Save the results of `EXPENSIVE` operations, and recompute all others."""
     return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Tell whether anything in `module` may draw random numbers in training."""
+    """Tell whether any part of `module` may draw random numbers in training."""
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p:
             return True

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning on conversations: a plugin for femto that takes over what a row and a batch are."""
+"""Supervised fine-tuning on conversations: a plugin that brings the dataset of packed rows and the collator."""

@@ -1,4 +1,4 @@
-"""Rows that are made once: by whichever process comes first, under a key of all that decides them."""
+"""The cache of packed rows: built once, by the first process, under a digest of everything that decides them."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from femto_core.errors import UserError
-from femto_data.once import made_once
+from femto_data.build_lock import build_once
 from femto_data.tokenizer import tokenizer_fingerprint, vocabulary_size
-from femto_sft.counts import Counts
 from femto_sft.encoder import Encoder, make_encoder
+from femto_sft.filter_report import ConversationCounts
 from femto_sft.prepare import Reader, encode_all, write_rows
 from femto_sft.rows import MANIFEST, TOKENIZER, read_manifest
 from femto_sft.section import SFTSection
-from femto_sft.sources import Source, find_sources
+from femto_sft.sources import ConversationSource, find_sources
 from femto_sft.tokenizer import load_tokenizer
 
 _VERSION = 2
-"""Raised whenever equal settings come to mean other rows, so that no old cache is taken for new."""
+"""Raised whenever equal settings give other rows, so that an older cache is not used."""
 
 
 @attrs.frozen
 class PackedRows:
-    """Rows in the cache, for the sources that were asked for: copies of the ones they were made of, perhaps."""
+    """Packed rows in the cache, and the sources of this run.
+
+    The rows may have been built from other files with the same contents.
+    """
 
     directory: Path
     names: tuple[str, ...]
-    """Of the sources."""
+    """Names of this run's sources."""
 
 
 def packed_rows(section: SFTSection, *, seq_len: int, model: str) -> PackedRows:
-    """Return the rows that `section` describes, made by the first call.
+    """Return the rows that `section` describes; the first call builds them.
 
-    Processes that call at once wait for the one that makes it; none of them reads what is not complete. Raises
-    `UserError` for anything about settings, tokenizer or data that does not do, and for files that change meanwhile.
+    Processes that call at the same time wait for the one that builds, and read complete rows only. Raises `UserError`
+    for unusable settings, tokenizers and data, and for files that change meanwhile.
     """
     tokenizer = load_tokenizer(section.tokenizer, section.template, model)
     sources = find_sources(section.path, section.split)
@@ -48,15 +51,17 @@ def packed_rows(section: SFTSection, *, seq_len: int, model: str) -> PackedRows:
 
     def make(directory: Path) -> None:
         make_rows(directory, section, sources, tokenizer, seq_len=seq_len, key=key)
-        for source in sources:  # or the rows would be kept under the digest of something else
+        for source in sources:  # a changed file would no longer have the digest in the key
             source.check_unchanged()
 
-    directory = made_once(Path(section.cache).expanduser() / key, "sft.cache", make)
+    directory = build_once(Path(section.cache).expanduser() / key, "sft.cache", make)
     return PackedRows(directory, tuple(source.name for source in sources))
 
 
-def cache_key(section: SFTSection, sources: list[Source], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> str:
-    """Return a digest of everything that decides the rows, and of nothing else: not of where files lie."""
+def cache_key(
+    section: SFTSection, sources: list[ConversationSource], tokenizer: PreTrainedTokenizerBase, seq_len: int
+) -> str:
+    """Return a digest of everything that decides the rows; the files' names and places are not in it."""
     settings = attrs.asdict(section)
     for name in ("path", "split", "cache", "tokenizer", "template"):
         del settings[name]
@@ -75,14 +80,14 @@ def cache_key(section: SFTSection, sources: list[Source], tokenizer: PreTrainedT
 def make_rows(
     directory: Path,
     section: SFTSection,
-    sources: list[Source],
+    sources: list[ConversationSource],
     tokenizer: PreTrainedTokenizerBase,
     *,
     seq_len: int,
     key: str,
 ) -> None:
-    """Write rows, tokenizer and manifest into `directory`. Raises `UserError` where nothing is left to train on."""
-    counts = Counts()
+    """Write rows, tokenizer and manifest into `directory`. Raises `UserError` if no row is left to train on."""
+    counts = ConversationCounts()
     reader = Reader(sources, section.format, counts)
     encoder: Encoder = make_encoder(tokenizer, section)
     conversations = encode_all(reader.read(), encoder, counts, section)
@@ -114,9 +119,9 @@ def make_rows(
 
 
 def report(packed: PackedRows) -> list[str]:
-    """Return the lines of a run's log that say what its rows are, and what was left out."""
+    """Return the log lines about a run's rows: their sources, counts, packing, and what was left out."""
     manifest = read_manifest(packed.directory)
-    counts = Counts(**manifest["counts"])
+    counts = ConversationCounts(**manifest["counts"])
     by_keys = ", recognised by its keys" if manifest["recognised"] else ""
     kinds = zip(packed.names, manifest["formats"], strict=True)
     named = [f"{name} (format {kind}{by_keys})" for name, kind in kinds if kind]

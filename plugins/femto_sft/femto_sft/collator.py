@@ -1,4 +1,4 @@
-"""The collator: rows into a batch whose targets, positions and document numbers end with each document."""
+"""The collator: rows into a batch whose targets and positions end with each document."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from femto_sft.rows import Row
 
 
 def collate(samples: Sequence[Row]) -> Batch:
-    """Make a batch [b, s]: a place's target is the next token of its own document, where that one is trained."""
-    parts = [_documents(row) for row in samples]
+    """Return a batch [b, s]. A place's target is the next token, if it is trained and of the same document."""
     return Batch(
         input_ids=torch.stack([row.ids for row in samples]),
-        targets=torch.stack([targets for targets, _, _ in parts]),
-        position_ids=torch.stack([positions for _, positions, _ in parts]),
-        document_ids=torch.stack([numbers for _, _, numbers in parts]),
+        targets=torch.stack([_targets(row) for row in samples]),
+        position_ids=torch.stack([_positions(row) for row in samples]),
     )
 
 
-def _documents(row: Row) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return targets, positions and document numbers [s] of one row."""
-    lengths = torch.tensor(row.lengths)
-    ends = lengths.cumsum(0)
-    numbers = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    positions = torch.arange(len(row.ids)) - (ends - lengths)[numbers]
+def _targets(row: Row) -> torch.Tensor:
+    """Return the target of each place [s]."""
     targets = row.ids.masked_fill(~row.trained, IGNORE_INDEX).roll(-1)
-    targets[ends - 1] = IGNORE_INDEX  # a document's last token predicts nothing, least of all the next one's first
-    return targets, positions, numbers
+    targets[_ends(row) - 1] = IGNORE_INDEX  # a document's last token does not predict the next document's first
+    return targets
+
+
+def _positions(row: Row) -> torch.Tensor:
+    """Return each place's position in its own document [s]."""
+    lengths = torch.tensor(row.lengths)
+    return torch.arange(len(row.ids)) - torch.repeat_interleave(_ends(row) - lengths, lengths)
+
+
+def _ends(row: Row) -> torch.Tensor:
+    """Return the place behind each document's last token [documents]."""
+    return torch.tensor(row.lengths).cumsum(0)

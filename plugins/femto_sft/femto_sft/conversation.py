@@ -1,4 +1,4 @@
-"""A conversation, as the chat template is given it; and the reason why something is none."""
+"""A conversation, as it is passed to the chat template, and the reason why a row has none."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 import attrs
 
 Turn = Mapping[str, Any]
-"""At least `role` and, but for turns that only call tools, `content`."""
+"""Has at least `role` and, unless the turn only calls tools, `content`."""
 
 
 @attrs.frozen
 class Conversation:
-    """Turns in order."""
+    """The turns of a conversation, in order."""
 
     turns: tuple[Turn, ...]
     context: int = 0
-    """So many turns at the start are never trained, whoever speaks: they are the prompt."""
+    """Number of turns at the start that are the prompt and never trained, the assistant's included."""
     tools: tuple[Any, ...] | None = None
-    """What the template is told about tools."""
+    """Tool descriptions that are passed to the template."""
 
     @property
     def answers(self) -> list[int]:
-        """Places of the assistant's turns that may be trained."""
+        """Indices of the assistant's turns that may be trained."""
         return [i for i, turn in enumerate(self.turns) if turn["role"] == "assistant" and i >= self.context]
 
 
 @attrs.frozen
 class Problem:
-    """Why a row cannot be used: the rest of a sentence that begins with its file and line."""
+    """Why a row cannot be used: the rest of a sentence that begins with the row's file and line."""
 
     reason: str
 
 
 class NoConversation(ValueError):  # noqa: N818 - reads as the reason it states
-    """A row that is not in its file's format; the text is a `Problem`'s reason."""
+    """A row is not in its file's format. The error's text is a `Problem`'s reason."""

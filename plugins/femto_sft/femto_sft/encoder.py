@@ -1,4 +1,4 @@
-"""Conversations into tokens, with the chat template or without one."""
+"""Conversations to tokens, with a chat template or as plain text."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from femto_sft.tokens import Tokens, from_spans
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same pattern as in transformers
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
-"""What a template's own code raises over turns that it was not written for."""
+"""Errors that a template's code raises for turns it does not support."""
 
 
 class Encoder(Protocol):
-    """Turns conversations into tokens, many at a time."""
+    """Encodes conversations, many at a time."""
 
     how: str
     """How the assistant's tokens are found, for the log."""
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Tokens | Problem]:
-        """Return each conversation's tokens, or why there are none."""
+        """Return each conversation's tokens, or the problem with it."""
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerBase, section: SFTSection) -> Encoder:
-    """Return the encoder for a run's settings."""
+    """Return the encoder for a run's settings: plain text, a template with generation marks, or one without."""
     if section.template == PLAIN:
         return PlainText(tokenizer, section)
     marked = _MARK.search(str(tokenizer.get_chat_template())) is not None
@@ -41,7 +41,7 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, section: SFTSection) -> Enc
 
 
 class PlainText:
-    """A prompt, its completion and EOS, as they are; BOS once where the tokenizer begins texts with one."""
+    """Encodes a prompt, its completion and EOS as plain text; BOS comes first if the tokenizer adds it to texts."""
 
     how = "no template: the completion and EOS are the assistant's"
 
@@ -55,7 +55,7 @@ class PlainText:
 
     def _encode(self, conversation: Conversation) -> Tokens | Problem:
         if len(conversation.turns) != 2 or [turn["role"] for turn in conversation.turns] != ["user", "assistant"]:
-            return Problem("sft.template = 'none' has no way to write turns; it takes one prompt and one completion")
+            return Problem("sft.template = 'none' cannot write turns; it takes one prompt and one completion")
         prompt, completion = (
             self._tokenizer(turn["content"], add_special_tokens=False)["input_ids"] for turn in conversation.turns
         )
@@ -65,18 +65,18 @@ class PlainText:
 
 
 class _Templated:
-    """What both ways through a template share."""
+    """Common base of the two encoders with a template."""
 
     how: str
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, section: SFTSection) -> None:
         self._tokenizer, self._train_on = tokenizer, section.train_on
-        # Where all text is trained, only truncation asks where a turn ends.
+        # If all text is trained, the ends of turns matter for truncation only.
         self._needs_turns = section.train_on != "all" or section.overlong == "truncate"
         self._special = special_ids(tokenizer)
 
     def _render(self, turns: Sequence[Turn], conversation: Conversation, *, prompt: bool = False) -> str:
-        # The template decides about BOS; text is tokenised without adding another.
+        # The template writes BOS, so `_tokenize` adds no special tokens.
         text: Any = self._tokenizer.apply_chat_template(
             [dict(turn) for turn in turns],
             tools=list(conversation.tools) if conversation.tools else None,
@@ -89,7 +89,7 @@ class _Templated:
         return self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
     def _finish(self, ids: list[int], spans: list[Span]) -> Tokens:
-        """Return the tokens; EOS follows where the last answer, or all text, ends with no special token."""
+        """Return the tokens. If the last answer, or the text, ends without a special token, EOS is added."""
         train_all = self._train_on == "all"
         end = spans[-1][1] if spans else len(ids)
         last = end
@@ -109,13 +109,13 @@ class _Templated:
 
 
 class Prefixed(_Templated):
-    """For templates without marks: renders each answer's prefixes and compares token ids."""
+    """Encodes with a template without marks: renders the text before and after each answer, and compares ids."""
 
     how = "assistant's tokens found by comparing rendered prefixes"
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Tokens | Problem]:
         texts: list[str] = []
-        rendered: list[list[int] | Problem] = []  # numbers of each conversation's texts
+        rendered: list[list[int] | Problem] = []  # indices into `texts` for each conversation
         for conversation in conversations:
             try:
                 if 0 in self._wanted(conversation):
@@ -133,7 +133,7 @@ class Prefixed(_Templated):
         ]
 
     def _texts(self, conversation: Conversation) -> list[str]:
-        """Return the whole conversation, and for each wanted answer what comes before it, and that with it."""
+        """Return the text of the whole conversation, then for each wanted answer the text before and after it."""
         turns = conversation.turns
         texts = [self._render(turns, conversation)]
         for i in self._wanted(conversation):
@@ -149,19 +149,19 @@ class Prefixed(_Templated):
             if isinstance(span, Problem):
                 if self._train_on != "all":
                     return span
-                continue  # all text is trained; only truncation would have liked to know where the turn ends
+                continue  # all text is trained; only truncation needs the end of the turn
             spans.append(self._without_tail(whole, span))
         return self._finish(whole, spans)
 
     def _without_tail(self, ids: list[int], span: Span) -> Span:
-        """Take white space behind the end-of-turn token out of a span: generation stops before it."""
+        """Remove white space after the end-of-turn token from a span, since generation stops before it."""
         start, stop = span
         last = next((i for i in range(stop - 1, start - 1, -1) if ids[i] in self._special), None)
         return (start, last + 1) if last is not None and self._is_blank(ids[last + 1 : stop]) else span
 
 
 class Marked(_Templated):
-    """For templates with {% generation %} marks."""
+    """Encodes with a template that marks the assistant's text with {% generation %}."""
 
     how = "assistant's tokens found by the template's generation marks"
 
@@ -171,7 +171,7 @@ class Marked(_Templated):
         probe: tuple[Turn, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
         try:
             ids, spans = self._read(probe, Conversation(probe))
-        except _REFUSALS:  # a template for other conversations
+        except _REFUSALS:  # the template does not support this probe
             return
         if spans and spans[-1][1] < len(ids) and ids[spans[-1][1]] in self._special:
             self._ends.add(ids[spans[-1][1]])
@@ -189,7 +189,7 @@ class Marked(_Templated):
         ids, spans = self._read(conversation.turns, conversation)
         said = any(turn["content"].strip() for turn in conversation.turns if turn["role"] == "assistant")
         if said and not spans and self._train_on != "all":
-            return Problem("the template's generation marks are around nothing, though the assistant speaks")
+            return Problem("the template's generation marks are empty, though the assistant speaks")
         first = self._wanted(conversation)[:1]
         if first and first[0] > 0 and any(turn["role"] == "assistant" for turn in conversation.turns[: first[0]]):
             _, earlier = self._read(conversation.turns[: first[0]], conversation)
@@ -208,7 +208,7 @@ class Marked(_Templated):
         return list(found["input_ids"]), spans_of_mask(found["assistant_masks"])
 
     def _with_end(self, ids: list[int], span: Span) -> Span:
-        """Take the end-of-turn token that follows a marked span into it, where the marks left it out."""
+        """Extend a span by the end-of-turn token after it, if the marks leave that token out."""
         start, stop = span
         return (start, stop + 1) if stop < len(ids) and ids[stop] in self._ends else span
 

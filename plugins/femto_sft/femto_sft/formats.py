@@ -1,4 +1,4 @@
-"""Formats of conversation data, recognised by their keys; a row becomes a `Conversation`."""
+"""Formats of conversation data, recognised by a row's keys, and their conversion to `Conversation`."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Other words for the roles that templates know."""
+"""Other names of the roles that templates know."""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 
 @attrs.frozen
 class Format:
-    """How the rows of a file are read."""
+    """A format of rows."""
 
     name: str
     keys: tuple[str, ...]
-    """A row with all of these is in this format."""
+    """Required keys; a row that has all of them is in this format."""
     more: tuple[str, ...]
-    """Further keys that are read where they are there."""
+    """Optional keys that are read too."""
     read: Callable[[Row], Conversation]
 
 
 def recognise(row: Row) -> Format | None:
-    """Return the first format whose keys are all in `row`; a key whose value is null is not there."""
+    """Return the first format whose keys are all in `row`; a key with the value null does not count."""
     present = {key for key, value in row.items() if value is not None}
     return next((known for known in FORMATS.values() if present.issuperset(known.keys)), None)
 
 
 def read_row(row: Row, format: Format) -> Conversation:  # noqa: A002 - it is what is meant
-    """Return the conversation in `row`. Raises `NoConversation`."""
+    """Return the conversation in `row`. Raises `NoConversation` if it is not in `format`."""
     missing = [key for key in format.keys if row.get(key) is None]
     if missing:
         found = ", ".join(map(repr, row)) or "none"
@@ -79,7 +79,7 @@ def _prompt(row: Row) -> Conversation:
 
 
 def _turns(value: Any, key: str) -> tuple[Turn, ...]:
-    """Return turns under the names that templates know, whichever of the two ways they are written in."""
+    """Return turns with `role` and `content`, converted from `from` and `value` where those are used."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise NoConversation(f"{key!r} holds a {type(value).__name__}, not a list of turns")
     return tuple(_turn(item, f"{key}[{number}]") for number, item in enumerate(value))
@@ -107,7 +107,7 @@ def _text(value: Any, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise NoConversation(f"{where} holds half of a surrogate pair, which no UTF-8 text can") from None
+        raise NoConversation(f"{where} holds half of a surrogate pair, which is not valid text") from None
     return value
 
 
@@ -138,4 +138,4 @@ FORMATS = {
         Format("prompt", ("prompt", "completion"), ("tools",), _prompt),
     )
 }
-"""By name, in the order in which a row's keys are held against them."""
+"""All formats by name, in the order in which `recognise` tries them."""

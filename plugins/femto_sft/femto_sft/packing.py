@@ -1,4 +1,4 @@
-"""Which conversations share a row: first-fit and best-fit decreasing, in n log n.
+"""Bin packing of conversations into rows: first-fit and best-fit decreasing, in n log n.
 
 First-fit decreasing never takes more than 11/9 of the fewest rows plus 6/9 (Dosa 2007), best-fit decreasing never more
 than 11/9 plus 4.
@@ -12,17 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 Rows = list[list[int]]
-"""Indices of the items in each row, in the order in which they were put there."""
+"""For each row the indices of its items, in the order in which they were packed."""
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Rows:
-    """Put each of `lengths`, the longest first, into the first row that still has room for it.
+    """Put each item, the longest first, into the first row with room for it.
 
-    A segment tree over the rows knows the most room in each stretch of them, so that a row is found by going down once.
-    Items of one length fill a found row together, which is what one after the other would do. `lengths` lie in
-    [1, capacity]; equal ones keep their order.
+    `lengths` are in [1, capacity]; items of equal length keep their order. A segment tree over the rows has the largest
+    room of each range, so one descent finds the row. Items of equal length are packed into it together, with the same
+    result as one by one.
     """
-    # No two neighbouring rows would fit into one, so there are at most twice as many as full ones would be.
+    # No two neighbouring rows fit into one, so there are at most twice as many rows as if all were full.
     most = min(len(lengths), 2 * sum(lengths) // capacity + 1)
     leaves = 1 << max(0, most - 1).bit_length()
     room = [capacity] * (2 * leaves)  # room[i] = max(room[2 * i], room[2 * i + 1]); the rows are the leaves
@@ -50,12 +50,13 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Rows:
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> Rows:
-    """Put each of `lengths`, the longest first, into the row with the least room that is enough for it.
+    """Put each item, the longest first, into the fullest row with room for it.
 
-    Bit r of one large number says whether a row with room for r is open, so that the least room is its lowest bit.
+    Bit r of one large integer says whether there is a row with room r, so the least sufficient room is its lowest bit
+    from the item's length on.
     """
     rows: Rows = []
-    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room that is left
+    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # row numbers by remaining room
     there = 0
     for length, items in _by_length(lengths, capacity):
         start = 0
@@ -80,7 +81,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> Rows:
 
 
 def one_each(lengths: Sequence[int], capacity: int) -> Rows:
-    """Give every item a row of its own."""
+    """Put every item into a row of its own."""
     return [[item] for item in range(len(lengths))]
 
 
@@ -92,7 +93,7 @@ PACKINGS: dict[str, Callable[[Sequence[int], int], Rows]] = {
 
 
 def _by_length(lengths: Sequence[int], capacity: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield each length, the longest first, with the indices of the items that have it."""
+    """Yield each length, the longest first, with the indices of the items of that length."""
     sizes: npt.NDArray[np.int64] = np.asarray(lengths, np.int64)
     if not len(sizes):
         return

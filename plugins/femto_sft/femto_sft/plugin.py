@@ -1,32 +1,32 @@
-"""The hooks of plugin sft. Imports of torch and transformers wait until a run needs them."""
+"""The hooks of plugin sft. torch and transformers are imported only when a run needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 from femto_core.sections import OptimSection
-from femto_sft.section import SFTSection
+from femto_sft.section import InspectOptions, SFTSection
 
 if TYPE_CHECKING:
-    from femto_core.cli import CommandRegistry
+    from femto_core.commands import CommandRegistry
     from femto_core.config import Config
     from femto_core.data import Collator, Dataset
+    from femto_core.plugins import Plugins
     from femto_sft.cache import PackedRows
 
 
 LR = OptimSection().lr / 10
-"""Peak learning rate where a run names none: one order of magnitude below training from scratch."""
+"""Default peak learning rate: one order of magnitude below training from scratch."""
 
 
 class SupervisedFineTuning:
-    """Takes the seats of dataset and collator, and adds `femto sft-inspect`."""
+    """Claims the seats of dataset and collator, and adds `femto sft-inspect`."""
 
     def __init__(self) -> None:
         self._packed: dict[tuple[SFTSection, int, str], PackedRows] = {}
-        """The run's rows, under what they were asked for with."""
+        """The run's rows, by section, row length and model path."""
 
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[SFTSection]]:
@@ -38,12 +38,8 @@ class SupervisedFineTuning:
 
     @hookimpl
     def femto_commands(self, registry: CommandRegistry) -> None:
-        def run(words: Sequence[str]) -> int:
-            from femto_sft.inspection import inspect_command
-
-            return inspect_command([*words, "--plugins", ",".join(registry.plugins)])
-
-        registry.add("sft-inspect", "show conversations token by token, and what of them is trained", run)
+        text = "show conversations token by token, and what of them is trained"
+        registry.add("sft-inspect", text, InspectOptions, inspect_command, takes_run=True)
 
     @hookimpl
     def femto_validate(self, config: Config) -> None:
@@ -51,7 +47,7 @@ class SupervisedFineTuning:
         if not section.path:
             raise UserError("plugin sft needs conversations: --sft.path FILE.jsonl, or a Hugging Face dataset")
         if config.data.path:
-            raise UserError(f"data.path = {config.data.path!r} has no effect beside plugin sft; give sft.path alone")
+            raise UserError(f"data.path = {config.data.path!r} has no effect with plugin sft; set sft.path only")
         if not section.tokenizer and not config.model.path:
             raise UserError("plugin sft needs the model's tokenizer: set model.path, or sft.tokenizer")
 
@@ -63,7 +59,7 @@ class SupervisedFineTuning:
         from femto_sft.rows import ConversationRows
 
         section, seq_len, model = wanted = config.section(SFTSection), config.data.seq_len, config.model.path
-        # Both splits are made of what the files hold when a run begins, which is found out by reading them whole.
+        # Finding the rows reads all source files for their digests, so the held-out split reuses what train found.
         if split == "train" or wanted not in self._packed:
             self._packed = {wanted: packed_rows(section, seq_len=seq_len, model=model)}
         packed = self._packed[wanted]
@@ -79,8 +75,15 @@ class SupervisedFineTuning:
         return collate
 
 
+def inspect_command(options: InspectOptions, config: Config, plugins: Plugins) -> int:
+    """Print the conversations and counts of a run."""
+    from femto_sft.inspection import inspect_run  # loads torch and transformers
+
+    return inspect_run(config, options.show)
+
+
 def advice(config: Config) -> list[str]:
-    """Return what a run is told about settings that suit training from scratch better than fine-tuning."""
+    """Return warnings about settings that suit training from scratch but not fine-tuning."""
     lines = []
     if config.optim.lr >= OptimSection().lr:
         lines.append(

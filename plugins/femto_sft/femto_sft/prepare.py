@@ -1,4 +1,4 @@
-"""From sources to packed rows in the cache: read, encoded, cut, held out, packed, written."""
+"""From sources to packed rows: read conversations, encode, cut, hold out, pack, write."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ import xxhash
 
 from femto_core.errors import UserError
 from femto_sft.conversation import Conversation, NoConversation, Problem
-from femto_sft.counts import Counts
 from femto_sft.encoder import Encoder
+from femto_sft.filter_report import ConversationCounts
 from femto_sft.formats import FORMATS, Format, read_row, recognise
 from femto_sft.packing import PACKINGS
 from femto_sft.rows import DTYPES, SPLITS
 from femto_sft.section import SFTSection
-from femto_sft.sources import Source
+from femto_sft.sources import ConversationSource
 from femto_sft.tokens import Tokens, fit
 
-_TOGETHER = 256  # conversations that are encoded at once
+_TOGETHER = 256  # conversations encoded at once
 
 
 @attrs.frozen
 class Found:
-    """A conversation with its place, or what is wrong there."""
+    """A conversation, or the problem with a row, and its place in the sources."""
 
     source: int
-    """Number of its source."""
+    """Number of the source."""
     name: str
-    """Of its source."""
+    """Name of the source."""
     place: str
-    """In its source."""
+    """Place in the source, such as "line 3"."""
     conversation: Conversation | Problem
 
     @property
     def where(self) -> str:
-        """As it is said to people."""
+        """Source and place, as error sentences begin."""
         return f"{self.name}, {self.place}"
 
 
 @attrs.define
 class Reader:
-    """Reads sources in order; afterwards it knows what they were."""
+    """Reads sources in order, and records their formats and unused keys."""
 
-    sources: Sequence[Source]
+    sources: Sequence[ConversationSource]
     format: str
-    counts: Counts
+    counts: ConversationCounts
     formats: list[str] = attrs.field(factory=list)
-    """Format of each source that was read; empty for one without rows."""
+    """Format of each source read so far; empty for a source without rows."""
     ignored: set[str] = attrs.field(factory=set)
-    """Keys of first rows that nothing is done with."""
+    """Keys of the sources' first rows that are not read."""
 
     def read(self) -> Iterator[Found]:
-        """Yield everything but blank lines. Raises `UserError` for a source in no known format."""
+        """Yield all rows but blank lines. Raises `UserError` for a source in an unknown format."""
         for number, source in enumerate(self.sources):
             self.formats.append("")
             format: Format | None = None  # noqa: A001 - it is what is meant
@@ -70,7 +70,7 @@ class Reader:
                 if isinstance(line.row, Problem):
                     yield found(line.row)
                     continue
-                if not line.row:  # an empty object says nothing about the format
+                if not line.row:  # an empty object does not show the format
                     yield found(Conversation(()))
                     continue
                 if format is None:
@@ -78,8 +78,8 @@ class Reader:
                     if format is None:
                         known = "; ".join(f"{f.name}: {' and '.join(f.keys)}" for f in FORMATS.values())
                         raise UserError(
-                            f"{source.name}, {line.place}: the keys {', '.join(map(repr, line.row))} are those of no "
-                            f"known format ({known}); rename them, or say which it is with sft.format"
+                            f"{source.name}, {line.place}: the keys {', '.join(map(repr, line.row))} match no "
+                            f"known format ({known}); rename them, or set sft.format"
                         )
                     self.formats[-1] = format.name
                     self.ignored |= {str(key) for key in line.row} - {*format.keys, *format.more}
@@ -89,10 +89,12 @@ class Reader:
                     yield found(Problem(str(error)))
 
 
-def encode_all(found: Iterator[Found], encoder: Encoder, counts: Counts, section: SFTSection) -> Iterator[Tokens]:
-    """Yield the tokens of every usable conversation. Raises `UserError` for another, unless those are skipped."""
+def encode_all(
+    found: Iterator[Found], encoder: Encoder, counts: ConversationCounts, section: SFTSection
+) -> Iterator[Tokens]:
+    """Yield the tokens of every usable conversation; an unusable row raises `UserError` or is skipped and counted."""
     while together := list(itertools.islice(found, _TOGETHER)):
-        # A conversation without turns is no template's business: it just has nothing to learn.
+        # A conversation without turns is not rendered: it has nothing to learn.
         usable = [c for f in together if isinstance(c := f.conversation, Conversation) and c.turns]
         encoded = iter(encoder.encode(usable))
         for one in together:
@@ -101,7 +103,7 @@ def encode_all(found: Iterator[Found], encoder: Encoder, counts: Counts, section
             tokens = next(encoded) if isinstance(result, Conversation) and result.turns else result
             if isinstance(tokens, Problem):
                 if section.malformed == "refuse":
-                    raise UserError(f"{one.where}: {tokens.reason}; mend it, or --sft.malformed skip")
+                    raise UserError(f"{one.where}: {tokens.reason}; correct it, or set --sft.malformed skip")
                 if not counts.malformed:
                     counts.first_malformed = one.source, f"{one.place}: {tokens.reason}"
                 counts.malformed += 1
@@ -112,12 +114,12 @@ def encode_all(found: Iterator[Found], encoder: Encoder, counts: Counts, section
 
 
 def is_held_out(tokens: Tokens, share: float) -> bool:
-    """Whether a conversation is kept for evaluation: its own tokens decide, so copies of it stay on one side."""
+    """Whether a conversation is held out. A hash of its tokens decides, so all copies are in the same split."""
     return xxhash.xxh3_64_intdigest(tokens.ids.tobytes()) < share * 2**64
 
 
-def cut(tokens: Tokens, seq_len: int, section: SFTSection, counts: Counts) -> list[Tokens]:
-    """Return the documents that a conversation becomes, and count what is lost."""
+def cut(tokens: Tokens, seq_len: int, section: SFTSection, counts: ConversationCounts) -> list[Tokens]:
+    """Return the documents that a conversation becomes, none if it is left out, and count what is lost."""
     pieces = fit(tokens, seq_len, section.overlong)
     documents = [piece for piece in pieces if piece.learnable]
     if len(tokens) > seq_len:
@@ -135,16 +137,16 @@ class Written:
     """What `write_rows` wrote."""
 
     files: dict[str, int]
-    """Elements of each file."""
+    """Number of elements in each file."""
     rows: dict[str, int]
     fill: dict[str, float]
-    """Share of the rows' places that hold a document's token."""
+    """Share of the rows' places that are not padding."""
 
 
 def write_rows(
-    conversations: Iterator[Tokens], directory: Path, seq_len: int, section: SFTSection, counts: Counts
+    conversations: Iterator[Tokens], directory: Path, seq_len: int, section: SFTSection, counts: ConversationCounts
 ) -> Written:
-    """Write the rows of all `conversations` into `directory`, in memory bounded but for a few numbers a document."""
+    """Write the packed rows of all `conversations` into `directory`. Memory holds a few numbers per document."""
     lengths: list[int] = []
     members: dict[str, list[int]] = {split: [] for split in SPLITS}
     with contextlib.ExitStack() as stack:

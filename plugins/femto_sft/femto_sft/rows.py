@@ -1,8 +1,8 @@
-"""Packed rows on disk: the tokens of all documents one after another, and for each row the documents in it.
+"""Packed rows on disk: the tokens of all documents, concatenated, and for each row the documents in it.
 
-A directory holds `tokens` (int32) and `trained` (a byte each) of all documents, `starts` (int64, one more than
-documents), for each split `SPLIT.documents` (row after row) and `SPLIT.rows` (where each row's begin, and the end), the
-tokenizer, and `manifest.json`, which is written last.
+A directory holds `tokens` (int32) and `trained` (one byte each) of all documents, concatenated; `starts` (int64), each
+document's first token, and the end; for each split `SPLIT.documents`, the documents row after row, and `SPLIT.rows`,
+each row's first place in it, and the end; the tokenizer; and `manifest.json`, which is written last.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 SPLITS = ("train", "held_out")
 DTYPES: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "trained": np.dtype("<u1"), "starts": np.dtype("<i8")}
-"""Of the files that both splits share; the others hold int64."""
+"""Dtypes of the files that both splits share; the splits' own files hold int64."""
 
 
 @attrs.frozen(eq=False)
 class Row:
-    """One row of documents; what is left of it is a document of padding."""
+    """One row of documents. Padding at its end is one more document."""
 
     ids: torch.Tensor
-    """[s], int64."""
+    """Token ids [s], int64."""
     trained: torch.Tensor
-    """[s], bool: whether this token is to be learnt."""
+    """Whether each token is trained [s], bool."""
     lengths: tuple[int, ...]
-    """Of its documents, padding included; their sum is s."""
+    """Lengths of the documents, including padding; their sum is s."""
 
 
 class ConversationRows(Dataset[Row]):
-    """The rows of one split, memory-mapped and looked up by index. It pickles as its path."""
+    """The rows of one split, memory-mapped and looked up by index. The dataset pickles as its path."""
 
     def __init__(self, directory: Path, split: str) -> None:
-        """Open the rows. Raises `UserError` where a file is missing or has another size than was written."""
+        """Open the rows. Raises `UserError` if a file is missing or its size differs from the manifest's."""
         self.directory, self.split = directory, split
         manifest = read_manifest(directory)
         self.seq_len, self.vocab_size, self._pad = manifest["seq_len"], manifest["vocab_size"], manifest["pad_id"]
@@ -88,16 +88,16 @@ class ConversationRows(Dataset[Row]):
         file, count = self.directory / name, manifest["files"][name]
         dtype = DTYPES.get(name, np.dtype("<i8"))
         if not file.is_file() or file.stat().st_size != count * dtype.itemsize:
-            raise UserError(f"{file} is missing or damaged; remove {self.directory}, and the next run makes it anew")
+            raise UserError(f"{file} is missing or damaged; remove {self.directory}, and the next run builds it again")
         return np.memmap(file, dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return what was written of the rows in `directory`."""
+    """Return the manifest of the rows in `directory`. Raises `UserError` if it cannot be read."""
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_bytes())
         return manifest
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{directory / MANIFEST} cannot be read ({error}); remove {directory}, and the next run makes it anew"
+            f"{directory / MANIFEST} cannot be read ({error}); remove {directory}, and the next run builds it again"
         ) from None

@@ -1,7 +1,7 @@
-"""Rows out of files and Hugging Face datasets, one after another, each with its place.
+"""Rows of files and Hugging Face datasets, one after another, each with its place.
 
-Local JSON and Parquet files are read here rather than by the datasets library: that one makes all rows of a file fit
-one schema, and cannot tell which line is wrong.
+Local JSON and Parquet files are read here rather than by the datasets library, which makes all rows of a file fit one
+schema, and cannot tell which line is wrong.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from femto_sft.conversation import Problem
 from femto_sft.section import SFTSection
 
 KNOWN = (*JSON_LINES, PARQUET)
-_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")  # what datasets' save_to_disk writes
-_TOGETHER = 256  # rows of a Parquet file
+_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")  # files that datasets' save_to_disk writes
+_TOGETHER = 256  # rows of a Parquet file that are read at once
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @attrs.frozen
 class Line:
-    """One row, or what is wrong with it; `row` is None on a blank line."""
+    """One row, or the problem with it; `row` is None for a blank line."""
 
     place: str
-    """In its source."""
+    """Place in the source, such as "line 3"."""
     row: Mapping[str, Any] | Problem | None
 
 
 @attrs.frozen
-class Source:
-    """A file, or a dataset that the datasets library reads."""
+class ConversationSource:
+    """A local file, or a dataset that the datasets library reads."""
 
     name: str
     digest: str
-    """Changes whenever the contents do."""
+    """Digest of the contents."""
     file: SourceFile | None = None
     dataset: Any = None
 
     def lines(self) -> Iterator[Line]:
-        """Yield the rows in order. Raises `UserError` for a file that ends too early, or is in no known format."""
+        """Yield the rows in order. Raises `UserError` for a file that is truncated or cannot be parsed as a whole."""
         if self.file is None:
             for number, row in enumerate(self.dataset, 1):
                 yield Line(f"row {number}", row)
@@ -67,21 +67,24 @@ class Source:
                 yield Line(f"line {number}", _row(found))
 
     def check_unchanged(self) -> None:
-        """Raise `UserError` if the file has been written to since its digest was taken."""
+        """Raise `UserError` if the file was modified since its digest was computed."""
         if self.file is not None:
             self.file.check_unchanged()
 
 
-def find_sources(paths: tuple[str, ...], split: str) -> list[Source]:
-    """Return what `paths` name, in order; a directory's files are sorted. Raises `UserError` for what is not read."""
+def find_sources(paths: tuple[str, ...], split: str) -> list[ConversationSource]:
+    """Return the sources that `paths` name, in order; a directory's files are sorted.
+
+    Raises `UserError` for a path that is missing or in an unknown format, and for a dataset that cannot be read.
+    """
     return [source for path in paths for source in _find(path, split)]
 
 
-def _find(name: str, split: str) -> list[Source]:
+def _find(name: str, split: str) -> list[ConversationSource]:
     path = Path(name)
     if path.is_file():
         if not name.lower().endswith(KNOWN):
-            raise UserError(f"sft.path: {name} is in a format that is not read; {', '.join(KNOWN)} are")
+            raise UserError(f"sft.path: {name} is in an unknown format; give {', '.join(KNOWN)}")
         return [_file(path)]
     if path.is_dir():
         if any((path / marker).is_file() for marker in _SAVED):
@@ -95,12 +98,12 @@ def _find(name: str, split: str) -> list[Source]:
     return [_hub(name, split)]
 
 
-def _file(path: Path) -> Source:
+def _file(path: Path) -> ConversationSource:
     file = digest_file(path)
-    return Source(str(path), file.sha256, file=file)
+    return ConversationSource(str(path), file.sha256, file=file)
 
 
-def _saved(path: Path, split: str) -> Source:
+def _saved(path: Path, split: str) -> ConversationSource:
     import datasets  # takes a second to load, and most runs read files
 
     try:
@@ -113,10 +116,10 @@ def _saved(path: Path, split: str) -> Source:
         dataset = dataset[split]
     elif split not in (SFTSection().split, str(dataset.split)):
         raise UserError(f"sft.split = {split!r}, but the dataset saved in {path} has no splits; leave sft.split out")
-    return Source(str(path), f"{dataset._fingerprint}", dataset=dataset)
+    return ConversationSource(str(path), f"{dataset._fingerprint}", dataset=dataset)
 
 
-def _hub(name: str, split: str) -> Source:
+def _hub(name: str, split: str) -> ConversationSource:
     import datasets
 
     path, _, subset = name.partition(":")
@@ -127,11 +130,11 @@ def _hub(name: str, split: str) -> Source:
             f"sft.path: {name} is neither a file nor a directory, and the Hugging Face dataset of that name cannot be "
             f"read ({_words(error)}); check the spelling and the network"
         ) from error
-    return Source(name, f"{dataset._fingerprint}", dataset=dataset)
+    return ConversationSource(name, f"{dataset._fingerprint}", dataset=dataset)
 
 
 def _begins_as_list(file: Path) -> bool:
-    """Whether the first thing in `file` is a bracket: then its rows are the items of one list."""
+    """Whether `file` begins with a bracket, so that its rows are the items of one list."""
     with open_packed(file) as stream:
         lines = (line.removeprefix(_BYTE_ORDER_MARK).lstrip() for line in stream)
         return next((line for line in lines if line), b"").startswith(b"[")
@@ -144,10 +147,10 @@ def _list(file: Path) -> Iterator[Line]:
         items = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{file}, line {line}: not valid UTF-8; mend it, or write an object a line") from None
+        raise UserError(f"{file}, line {line}: not valid UTF-8; correct it, or write one object per line") from None
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{file} begins as a list, but is no JSON ({error}); mend it, or write an object a line"
+            f"{file} begins as a list, but is not valid JSON ({error}); correct it, or write one object per line"
         ) from None
     for number, item in enumerate(items, 1):
         yield Line(f"item {number}", _row(json_object(item)))

@@ -1,4 +1,4 @@
-"""The tokenizer of a run, and the chat template it is used with."""
+"""The tokenizer of a run and its chat template."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 from femto_core.errors import UserError
 from femto_data.tokenizer import load_tokenizer as load_any_tokenizer
-from femto_data.tokenizer import tokenizer_fingerprint
+from femto_data.tokenizer import saved_tokenizer_fingerprint, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLAIN = "none"
-"""As sft.template: no template, text as it is."""
+"""Value of sft.template for plain text without a template."""
 
 
 def load_tokenizer(name: str, template: str, model: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer `name`, or the one beside `model` where that is empty, with `template` as its chat template.
+    """Return the tokenizer `name`, or the model's if `name` is empty, with `template` as its chat template.
 
-    Raises `UserError` where it cannot be loaded, differs from the model's, or lacks EOS or a template.
+    Raises `UserError` if it cannot be loaded, differs from the model's, or has no EOS or no template.
     """
     tokenizer = _load(name or model)
-    if name and model and (Path(model) / "tokenizer_config.json").is_file():
-        ours, theirs = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(_load(model))
-        if ours != theirs:
+    if name and model:
+        ours, theirs = tokenizer_fingerprint(tokenizer), saved_tokenizer_fingerprint(Path(model))
+        if theirs not in (None, ours):
             raise UserError(
-                f"sft.tokenizer = {name!r} ({ours}) is another tokenizer than the one the model was trained with, in "
-                f"{model} ({theirs}); leave sft.tokenizer empty"
+                f"sft.tokenizer = {name!r} ({ours}) is another tokenizer than the model's in {model} ({theirs}); "
+                "leave sft.tokenizer empty"
             )
     if template not in ("", PLAIN):
         tokenizer.chat_template = read_template(template)
@@ -40,7 +40,7 @@ def load_tokenizer(name: str, template: str, model: str) -> PreTrainedTokenizerB
 
 
 def read_template(template: str) -> str:
-    """Return the text of the chat template that `template` is, or is the file of."""
+    """Return the text of a chat template. `template` is that text, or its file."""
     if "{{" in template or "{%" in template:
         return template
     try:
@@ -53,7 +53,7 @@ def read_template(template: str) -> str:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids that no ordinary text has."""
+    """Return the ids of all special tokens, including added ones."""
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     return frozenset({*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)})
 
@@ -61,5 +61,5 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def _load(name: str) -> PreTrainedTokenizerBase:
     tokenizer = load_any_tokenizer(name)
     if not tokenizer.is_fast:
-        raise UserError(f"the tokenizer {name} has no fast version, which finding the assistant's tokens needs")
+        raise UserError(f"the tokenizer {name} has no fast version, which is needed to find the assistant's tokens")
     return tokenizer

@@ -1,4 +1,4 @@
-"""A conversation as tokens, each with whether it is trained; and what becomes of one that is longer than a row."""
+"""A tokenised conversation with a mask of the trained tokens, and the ways to cut it to a row's length."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from femto_sft.spans import Span
 
 @attrs.frozen(eq=False)
 class Tokens:
-    """One conversation, or a piece of one."""
+    """The tokens of a conversation, or of a piece of it."""
 
     ids: npt.NDArray[np.int32]
+    """[tokens]."""
     trained: npt.NDArray[np.bool_]
-    """Whether the token at a place is to be learnt (as the target of the place before it)."""
+    """Whether each token is trained, as the target of the place before it [tokens]."""
     answers: tuple[int, ...] = ()
-    """Ends of the assistant's turns."""
+    """The place after each of the assistant's turns."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def learnable(self) -> int:
-        """How many targets there are: the first token is nobody's."""
+        """Number of targets. The first token is never a target."""
         return int(np.count_nonzero(self.trained[1:]))
 
     def part(self, start: int, stop: int) -> Tokens:
-        """Return the tokens from `start` to before `stop`, as a document of its own."""
+        """Return the tokens in [start, stop) as a document of its own."""
         return Tokens(self.ids[start:stop], self.trained[start:stop])
 
 
 def from_spans(ids: Sequence[int], spans: Sequence[Span], *, train_all: bool) -> Tokens:
-    """Return `ids` of which those in `spans` are trained, or all."""
+    """Return the tokens `ids`, of which those in `spans`, or all with `train_all`, are trained."""
     trained = np.full(len(ids), train_all)
     for start, stop in spans:
         trained[start:stop] = True
@@ -44,10 +45,10 @@ def from_spans(ids: Sequence[int], spans: Sequence[Span], *, train_all: bool) ->
 
 
 def fit(tokens: Tokens, length: int, policy: Literal["drop", "truncate", "split"]) -> list[Tokens]:
-    """Return what is kept of a conversation that may have more than `length` tokens; nothing of one that is dropped.
+    """Return the pieces of at most `length` tokens that are kept of a conversation, none if it is dropped.
 
-    truncate: up to the end of the last of the assistant's turns that fits. split: pieces of up to `length` tokens; a
-    piece begins with the last token of the one before, so that every trained token stays a target.
+    truncate keeps the tokens up to the end of the last assistant turn that fits. split makes pieces of up to `length`
+    tokens; each begins with the last token of the piece before, so that every trained token stays a target.
     """
     if len(tokens) <= length:
         return [tokens]

@@ -1,65 +1,71 @@
-"""ColumnParallelLinear: W [d_out, d_in] cut on its output dimension.
+"""ColumnParallelLinear: W [d_out, d_in] sharded on its output dimension (Shoeybi et al. 2019, section 3).
 
-Forward y_k = x W_k^T + b_k, no communication. Backward: dW_k = dy_k^T x and db_k are local; dx = sum over k of dy_k W_k
-is a partial sum on each rank, and is summed by all-reduce while the weights' gradients are computed.
+Forward: y_k = x W_k^T + b_k, without communication. Backward: dW_k = dy_k^T x and db_k are local. Each rank has the
+partial sum dy_k W_k of dx; an all-reduce sums it while the weights' gradients are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge
 
+from femto_ops.collectives import Pending
 from femto_ops.deferral import WeightGradients, edges_of
 from femto_tp.ranks import Ranks, saved, side_by_side
 from femto_tp.regions import copy_to_tp_region
-from femto_tp.sequence import SEQUENCE, Sequence
+from femto_tp.sequence import SEQUENCE, SequenceShards
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of which this rank holds some outputs; see `ColumnGroup` for what shares an input."""
+    """A linear layer of which this rank computes some outputs, as a member of a `ColumnGroup`."""
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, group: ColumnGroup, copies: Ranks | None = None
+        self, weight: nn.Parameter, bias: nn.Parameter | None, group: ColumnGroup, replicas: Ranks | None = None
     ) -> None:
-        """`weight` [outputs of this rank, d_in] and `bias` [outputs of this rank] are this rank's part.
+        """`weight` [outputs of this rank, d_in] and `bias` [outputs of this rank] are this rank's shards.
 
-        `copies` are the ranks that hold this same part, if several do: their gradients are summed.
+        If several ranks hold the same shard, they are the `replicas`, and their gradients are summed.
         """
         super().__init__()
-        self.weight, self.bias, self.copies = weight, bias, copies
+        self.weight, self.bias, self.replicas = weight, bias, replicas
         self.out_features, self.in_features = weight.shape
         self.group = group
         group.members.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, d_in] (a part of s under sequence parallelism) -> [b, s, outputs of this rank]."""
+        """[b, s, d_in] -> [b, s, outputs of this rank]."""
         return self.group.output_of(self, x)
 
     def shared_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias, whose gradients will be the sums over all copies."""
-        if self.copies is None or not torch.is_grad_enabled():
+        """Return weight and bias such that backward sums their gradients over the replicas."""
+        if self.replicas is None or not torch.is_grad_enabled():
             return self.weight, self.bias
-        bias = None if self.bias is None else copy_to_tp_region(self.bias, self.copies)
-        return copy_to_tp_region(self.weight, self.copies), bias
+        bias = None if self.bias is None else copy_to_tp_region(self.bias, self.replicas)
+        return copy_to_tp_region(self.weight, self.replicas), bias
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features} of this rank"
 
 
 class ColumnGroup:
-    """Column layers that see the same input (q, k and v; gate and up) share one all-reduce of its gradient.
+    """Column layers with the same input (q, k and v; gate and up), which share one all-reduce of its gradient.
 
-    The first that is called computes all of them; the others, called with the very same tensor, find their outputs.
+    The first member that is called computes the outputs of all. transformers calls q, k and v one by one with the same
+    tensor, and no call says that they belong together. So the group keeps the outputs together with
+    their input. A later call takes its output if its input is the same tensor object at the same version; a tensor that
+    was changed in place has a new version and is computed anew. The group keeps nothing once every member has taken its
+    output.
     """
 
-    def __init__(self, ranks: Ranks, later: WeightGradients, *, sums_input_grad: bool = True) -> None:
-        """Without `sums_input_grad` the input's gradient stays a partial sum, which whoever gathered the input sums."""
-        self._ranks, self._later, self._sums_input_grad = ranks, later, sums_input_grad
+    def __init__(self, ranks: Ranks, weight_grads: WeightGradients, *, sums_input_grad: bool = True) -> None:
+        """If `sums_input_grad` is off, the input's gradient stays a partial sum: the gather's backward sums it."""
+        self._ranks, self._weight_grads, self._sums_input_grad = ranks, weight_grads, sums_input_grad
         self.members: list[ColumnParallelLinear] = []
         self._input: Tensor | None = None
         self._version = 0
@@ -67,17 +73,18 @@ class ColumnGroup:
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     def expect(self, whole: Tensor, part: Tensor) -> None:
-        """The layers' input to come is `whole`, gathered from parts: called with it, they save only the part."""
+        """Announce the next input `whole`, gathered from each rank's `part`: the layers then save only `part`."""
         self._gathered = whole, part
 
     def output_of(self, member: ColumnParallelLinear, x: Tensor) -> Tensor:
-        version = 0 if x.is_inference() else x._version  # changed in place, it is another input
+        """Return `member`'s output for `x`, computing the whole group if `x` is a new input."""
+        version = 0 if x.is_inference() else x._version  # inference tensors have no version
         if x is not self._input or version != self._version or member not in self._outputs:
             gathered, self._gathered = self._gathered, None
             part = gathered[1] if gathered is not None and gathered[0] is x else None
             weights, biases = zip(*(m.shared_parameters() for m in self.members), strict=True)
             outputs = column_linears(
-                x, weights, biases, self._ranks, self._later, part, sums_input_grad=self._sums_input_grad
+                x, weights, biases, self._ranks, self._weight_grads, part, sums_input_grad=self._sums_input_grad
             )
             self._input, self._version, self._outputs = x, version, dict(zip(self.members, outputs, strict=True))
         output = self._outputs.pop(member)
@@ -86,10 +93,10 @@ class ColumnGroup:
         return output
 
 
-def gather_for(groups: SequenceOf[ColumnGroup], sequence: Sequence, x: Tensor) -> Tensor:
-    """Return the whole sequence [b, s, d_in] of which `x` is this rank's part: the input to come of `groups`.
+def gather_for(groups: Sequence[ColumnGroup], sequence: SequenceShards, x: Tensor) -> Tensor:
+    """Gather `x` [b, s / size, d_in], and announce the whole sequence [b, s, d_in] to `groups` as their next input.
 
-    Anybody else may use it too.
+    Other modules may use the result too.
     """
     whole = sequence.gather(x, partial=True)
     for group in groups:
@@ -99,30 +106,29 @@ def gather_for(groups: SequenceOf[ColumnGroup], sequence: Sequence, x: Tensor) -
 
 def column_linears(
     x: Tensor,
-    weights: SequenceOf[Tensor],
-    biases: SequenceOf[Tensor | None],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     ranks: Ranks,
-    later: WeightGradients,
+    weight_grads: WeightGradients,
     part: Tensor | None = None,
     *,
     sums_input_grad: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Return y_i = x W_i^T + b_i for column layers of one input, which share one sum of its gradient.
+    """Return y_i = x W_i^T + b_i for column layers with the same input; one collective sums its gradient.
 
     Args:
-        x: [b, s, d_in], alike on all ranks.
-        weights: [d_i, d_in] each, this rank's part.
+        x: [b, s, d_in], the same on all ranks.
+        weights: this rank's shards, [d_i, d_in] each.
         biases: [d_i] or None each.
         ranks: the tensor parallel group.
-        later: is asked in backward whether to put off the weights' gradients.
-        part: the part [b, s / size, d_in] of the sequence from which `x` was gathered; it is saved for backward in the
-            place of `x`, and receives the gradient.
-        sums_input_grad: all-reduce the gradient of `x`; otherwise it stays this rank's partial sum. That of a `part` is
-            whole in any case.
+        weight_grads: tells backward whether to defer the weights' gradients.
+        part: this rank's part [b, s / size, d_in] of the sequence, if `x` was gathered from parts. Then `part` is saved
+            for backward instead of `x`, and receives the gradient, summed by a reduce-scatter.
+        sums_input_grad: all-reduce the gradient of `x`; otherwise it stays this rank's partial sum.
     """
     source, whole = (x, None) if part is None else (part, x.detach())
     outputs: tuple[Tensor, ...] = _ColumnLinears.apply(  # type: ignore[no-untyped-call]
-        source, whole, ranks, later, sums_input_grad, len(weights), *weights, *biases
+        source, whole, ranks, weight_grads, sums_input_grad, len(weights), *weights, *biases
     )
     return outputs
 
@@ -134,13 +140,13 @@ class _ColumnLinears(torch.autograd.Function):
         source: Tensor,
         whole: Tensor | None,
         ranks: Ranks,
-        later: WeightGradients,
+        weight_grads: WeightGradients,
         sums_input_grad: bool,
         count: int,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
-        ctx.ranks, ctx.later, ctx.in_sequence = ranks, later, whole is not None
+        ctx.ranks, ctx.weight_grads, ctx.in_sequence = ranks, weight_grads, whole is not None
         ctx.sums_input_grad, ctx.edges = sums_input_grad, edges_of(parameters)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(source, *weights)
@@ -151,39 +157,57 @@ class _ColumnLinears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         source, *weights = saved(ctx)
-        ranks: Ranks = ctx.ranks
         flat = [None if grad is None else grad.flatten(0, -2) for grad in grads]  # [n, d_i]
-        dx, arrival, gathered = None, None, None
-        if ctx.in_sequence and any(ctx.edges) and not ctx.later.are_put_off:
-            gathered = ranks.start_gather(source)  # before the sum, which would hold it up: both go through one channel
+        gathered = None
+        if ctx.in_sequence and any(ctx.edges) and not ctx.weight_grads.deferring:
+            # Start this before the sum, which would delay it on the same communication channel.
+            gathered = ctx.ranks.start_gather(source)
+        dx, pending = None, None
         if ctx.needs_input_grad[0]:
-            for grad, weight in zip(flat, weights, strict=True):
-                if grad is not None:
-                    dx = grad @ weight if dx is None else dx.addmm_(grad, weight)  # [n, d_in]
-            shape = list(source.shape)
-            shape[SEQUENCE] *= ranks.size if ctx.in_sequence else 1
-            dx = source.new_zeros(shape) if dx is None else dx.view(shape)
-            if ctx.in_sequence:
-                dx, arrival = ranks.start_scatter_sum(dx, SEQUENCE)
-            elif ctx.sums_input_grad:
-                arrival = ranks.start_sum(dx)
-
-        def weight_grads() -> list[Tensor | None]:
-            x = source
-            if gathered is not None:
-                gathered[1].wait()
-                x = side_by_side(gathered[0], SEQUENCE)
-            elif ctx.in_sequence:
-                x = ranks.gather(source, SEQUENCE)
-            rows = x.flatten(0, -2)  # [n, d_in]
-            pairs = list(zip(ctx.edges, [*flat, *flat], strict=True))
-            count = len(flat)
-            return [
-                *(grad.t() @ rows if grad is not None and edge else None for edge, grad in pairs[:count]),
-                *(grad.sum(0) if grad is not None and edge else None for edge, grad in pairs[count:]),
-            ]
-
-        found = ctx.later.now_or_later(ctx.edges, weight_grads)
-        if arrival is not None:
-            arrival.wait()
+            dx, pending = _start_input_grad(ctx, source, weights, flat)
+        found = ctx.weight_grads.compute_or_defer(
+            ctx.edges, lambda: _weight_and_bias_grads(ctx.edges, _whole_input(ctx, source, gathered), flat)
+        )
+        if pending is not None:
+            pending.wait()
         return dx, *[None] * 5, *found
+
+
+def _start_input_grad(
+    ctx: Any, source: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor, Pending | None]:
+    """Return the gradient of `source`, which is valid once the pending collective, if any, is awaited."""
+    dx: Tensor | None = None
+    for grad, weight in zip(grads, weights, strict=True):
+        if grad is not None:
+            dx = grad @ weight if dx is None else dx.addmm_(grad, weight)  # [n, d_in]
+    shape = list(source.shape)
+    shape[SEQUENCE] *= ctx.ranks.size if ctx.in_sequence else 1
+    dx = source.new_zeros(shape) if dx is None else dx.view(shape)
+    if ctx.in_sequence:
+        shard, pending = ctx.ranks.start_scatter_sum(dx, SEQUENCE)
+        return shard, pending
+    return dx, ctx.ranks.start_sum(dx) if ctx.sums_input_grad else None
+
+
+def _whole_input(ctx: Any, source: Tensor, gathered: tuple[Tensor, Pending] | None) -> Tensor:
+    """Return the layers' input [b, s, d_in], from the gather in flight if one was started."""
+    if gathered is not None:
+        whole, pending = gathered
+        pending.wait()
+        return side_by_side(whole, SEQUENCE)
+    return cast(Tensor, ctx.ranks.gather(source, SEQUENCE)) if ctx.in_sequence else source
+
+
+def _weight_and_bias_grads(
+    edges: Sequence[GradientEdge | None], x: Tensor, grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Return the weights' gradients, then the biases'; None where there is no edge or no output gradient."""
+    rows, count = x.flatten(0, -2), len(grads)  # [n, d_in]
+    dweights = [
+        grad.t() @ rows if grad is not None and edge else None for edge, grad in zip(edges[:count], grads, strict=True)
+    ]
+    dbiases = [
+        grad.sum(0) if grad is not None and edge else None for edge, grad in zip(edges[count:], grads, strict=True)
+    ]
+    return [*dweights, *dbiases]

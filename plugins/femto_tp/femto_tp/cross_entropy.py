@@ -1,39 +1,23 @@
-"""The cross-entropy of logits that are cut on the vocabulary: no rank ever holds a whole row of them.
+"""Cross-entropy of logits that are sharded on the vocabulary: no rank ever holds a whole row of them.
 
-With m_k, s_k and t_k a rank's largest logit, its sum of exp(logit - m_k), and the target's logit where it holds it, the
-loss of a row is log sum_k s_k exp(m_k - m) + m - t. A few numbers a row travel, in one all-gather for a chunk of rows.
+For one row, let m_k be rank k's largest logit, s_k its sum of exp(logit - m_k), m the largest m_k, and t the target's
+logit. The loss is log sum_k s_k exp(m_k - m) + m - t. One all-gather per chunk exchanges a few numbers per row.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, cast
 
+import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from femto_core.batch import IGNORE_INDEX
 from femto_ops.cross_entropy import HeadBackward, HeadGradients, chunk_rows, kept_rows, wide
-from femto_tp.head import VocabParallelHead
+from femto_ops.vocab_slice import columns_of
 from femto_tp.ranks import Ranks
-
-
-class VocabParallelCrossEntropy:
-    """Takes the loss seat: next-token cross-entropy with the head cut on the vocabulary."""
-
-    def __call__(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-        assert isinstance(head, VocabParallelHead)
-        reduce = partial(
-            vocab_parallel_cross_entropy,
-            targets=targets.flatten(),
-            start=head.start,
-            vocab=head.vocab,
-            ranks=head.ranks,
-            sums_input_grad=head.sums_input_grad,
-        )
-        result: Tensor = head(hidden.flatten(0, -2), reduce)
-        return result
+from femto_tp.vocab import RankSlice
 
 
 def vocab_parallel_cross_entropy(
@@ -48,85 +32,55 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return the cross-entropy of softmax(hidden @ weight^T over all ranks) against `targets`, summed over rows.
-
-    Rows go through the head a chunk at a time, and their share of both gradients is computed while their logits exist,
-    as in `femto_ops.cross_entropy.linear_cross_entropy`. Softmax is in fp32 (float64 for float64 input).
+    """Return what `femto_ops.cross_entropy.linear_cross_entropy` does for the whole weight, the same on all ranks.
 
     Args:
-        hidden: [n, h], alike on all ranks.
-        weight: [rows of this rank, h]: the vocabulary from `start` on.
+        hidden: [n, h], the same on all ranks.
+        weight: [rows of this rank, h]: tokens `start` and after; a rank may hold none.
         targets: [n] int64, each in 0..vocab-1 or `IGNORE_INDEX`.
-        start: first row of this rank.
+        start: first token of this rank.
         vocab: rows of all ranks.
         ranks: the tensor parallel group.
         sums_input_grad: all-reduce the gradient of `hidden`; otherwise it stays this rank's partial sum.
         label_smoothing: share of the target spread evenly over the whole vocabulary.
-        chunk: rows of logits alive at once; by default as many as fit in `chunk_rows`' budget.
+        chunk: rows of logits alive at a time, equal on all ranks; by default as many as fit in `chunk_rows`' budget.
 
     Raises:
         IndexError: a target outside the vocabulary.
     """
     kept = kept_rows(targets, vocab, IGNORE_INDEX)
-    widest = -(-vocab // ranks.size)  # of all ranks' parts, which differ by a row: every rank must cut rows alike
+    widest = -(-vocab // ranks.size)  # slices differ by a row, but all ranks must cut the same chunks
     rows = chunk_rows(widest, hidden.dtype, hidden.device) if chunk is None else chunk
-    arguments = (start, vocab, ranks, sums_input_grad, label_smoothing, rows, torch.is_grad_enabled())
-    return cast(Tensor, _VocabParallelCrossEntropy.apply(hidden, weight, targets, kept, *arguments))  # type: ignore[no-untyped-call]
+    request = _Request(RankSlice(start, vocab, ranks, sums_input_grad), label_smoothing, rows)
+    # Grad mode is always off inside forward, and needs_input_grad ignores it.
+    arguments = (hidden, weight, targets, kept, request, torch.is_grad_enabled())
+    return cast(Tensor, _VocabParallelCrossEntropy.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+@attrs.frozen
+class _Request:
+    part: RankSlice
+    smoothing: float
+    chunk: int
+    """Rows of logits alive at a time; equal on all ranks."""
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        kept: Tensor | None,
-        start: int,
-        vocab: int,
-        ranks: Ranks,
-        sums_input_grad: bool,
-        smoothing: float,
-        chunk: int,
-        grad: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor | None, request: _Request, grad: bool
     ) -> Tensor:
-        ctx.ranks, ctx.sums_input_grad, whole = ranks, sums_input_grad, hidden.shape
+        ctx.part, whole = request.part, hidden.shape
         need_hidden, need_weight = (grad and need for need in ctx.needs_input_grad[:2])
         if kept is not None:
             hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
-        dtype, mine = wide(hidden.dtype), weight.shape[0]
-        total = torch.zeros((), dtype=dtype, device=hidden.device)
-        gradients = HeadGradients(hidden, weight, chunk, need_hidden=need_hidden, need_weight=need_weight)
+        total = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
+        gradients = HeadGradients(hidden, weight, request.chunk, need_hidden=need_hidden, need_weight=need_weight)
         for rows, logits in gradients.chunks():
-            probs = logits.to(dtype)  # [c, rows of this rank]
-            target = targets[rows] - start  # [c]
-            is_here = (target >= 0) & (target < mine)
-            column = target.where(is_here, 0).unsqueeze(1)  # [c, 1]
-            numbers = torch.zeros(4, len(target), dtype=dtype, device=hidden.device)
-            if mine:
-                numbers[0] = probs.amax(1)
-                numbers[2] = probs.gather(1, column).squeeze(1) * is_here
-                numbers[3] = probs.sum(1)
-                probs.sub_(numbers[0].unsqueeze(1)).exp_()
-                numbers[1] = probs.sum(1)
-            else:
-                numbers[0] = -torch.inf
-            everyone, pending = ranks.start_gather(numbers)  # [size, 4, c]
-            pending.wait()
-            largest = everyone[:, 0].amax(0)  # [c]
-            sums = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)
-            aim = (1 - smoothing) * everyone[:, 2].sum(0)
-            if smoothing:
-                aim = aim + smoothing / vocab * everyone[:, 3].sum(0)
-            total += (sums.log() + largest - aim).sum()
-            if not (need_hidden or need_weight):
-                continue
-            probs.mul_(((numbers[0] - largest).exp() / sums).unsqueeze(1))  # the softmax over all ranks
-            if smoothing:
-                probs.sub_(smoothing / vocab)
-            if mine:
-                probs.scatter_add_(1, column, (is_here.to(dtype) * (smoothing - 1.0)).unsqueeze(1))
-            gradients.take(rows, logits, probs)
+            chunk = _Chunk(logits.to(total.dtype), targets[rows], request)
+            total += chunk.loss()
+            if need_hidden or need_weight:
+                gradients.take(rows, logits, chunk.logits_gradient())
         gradients.save(ctx, kept, whole)
         return total
 
@@ -135,9 +89,50 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = HeadBackward(ctx, grad)
         dhidden, pending = saved.hidden(), None
-        if dhidden is not None and ctx.sums_input_grad:
-            pending = ctx.ranks.start_sum(dhidden)
+        if dhidden is not None and ctx.part.sums_input_grad:
+            pending = ctx.part.ranks.start_sum(dhidden)
         dweight = saved.weight()
         if pending is not None:
             pending.wait()
-        return saved.spread(dhidden), dweight, *[None] * 9
+        return saved.spread(dhidden), dweight, *[None] * 4
+
+
+class _Chunk:
+    """A chunk's logits [c, rows of this rank]; overwritten by exp(logits - m), later by the loss's gradient."""
+
+    def __init__(self, logits: Tensor, targets: Tensor, request: _Request) -> None:
+        """Exchange four numbers per row: m, the sum of exp(logits - m), the target's logit, the sum of logits."""
+        self._logits, self._request, self._held = logits, request, logits.shape[1]
+        column, is_here = columns_of(targets.unsqueeze(1), request.part.start, self._held)
+        self._column, self._is_here = column, is_here  # [c, 1]
+        numbers = logits.new_zeros(4, len(targets))
+        self._largest_here = numbers[0]  # [c]
+        if self._held:
+            numbers[0] = logits.amax(1)
+            numbers[2] = logits.gather(1, column).where(is_here, 0).squeeze(1)
+            numbers[3] = logits.sum(1)
+            logits.sub_(numbers[0].unsqueeze(1)).exp_()
+            numbers[1] = logits.sum(1)
+        else:
+            numbers[0] = -torch.inf
+        self._everyone = request.part.gather(numbers)  # [size, 4, c]
+        self._largest = self._everyone[:, 0].amax(0)  # [c]
+        self._sums = (self._everyone[:, 1] * (self._everyone[:, 0] - self._largest).exp()).sum(0)
+
+    def loss(self) -> Tensor:
+        """Return the loss, summed over the chunk."""
+        smoothing, everyone = self._request.smoothing, self._everyone
+        aim = (1 - smoothing) * everyone[:, 2].sum(0)
+        if smoothing:
+            aim = aim + smoothing / self._request.part.vocab * everyone[:, 3].sum(0)
+        return (self._sums.log() + self._largest - aim).sum()
+
+    def logits_gradient(self) -> Tensor:
+        """Return the loss's gradient with respect to this rank's logits, in their memory."""
+        smoothing = self._request.smoothing
+        gradient = self._logits.mul_(((self._largest_here - self._largest).exp() / self._sums).unsqueeze(1))  # softmax
+        if smoothing:
+            gradient.sub_(smoothing / self._request.part.vocab)
+        if self._held:
+            gradient.scatter_add_(1, self._column, self._is_here.to(gradient.dtype) * (smoothing - 1.0))
+        return gradient

@@ -1,6 +1,6 @@
-"""VocabParallelEmbedding: the table [v, h] cut on the vocabulary.
+"""VocabParallelEmbedding: the table [v, h] sharded on the vocabulary (Shoeybi et al. 2019, section 3).
 
-Forward: every rank looks up the ids it holds, zeros stand for the others, and an all-reduce makes each row whole.
+Forward: each rank looks up the ids in its shard and takes zeros for the others; an all-reduce sums the results.
 Backward is local.
 """
 
@@ -15,23 +15,23 @@ from femto_tp.regions import reduce_from_tp_region
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding of which this rank holds the rows from `start` on."""
+    """An embedding of which this rank holds the rows `start` and after."""
 
     def __init__(self, weight: nn.Parameter, start: int, padding_idx: int | None, ranks: Ranks) -> None:
-        """`weight` [rows of this rank, h]; `padding_idx` is the global id that learns nothing, if any."""
+        """`weight` [rows of this rank, h]; `padding_idx` is the global id that gets no gradient, if any."""
         super().__init__()
         self.weight, self.start, self._ranks = weight, start, ranks
         is_here = padding_idx is not None and start <= padding_idx < start + weight.shape[0]
         self._padding = padding_idx - start if is_here and padding_idx is not None else None
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[b, s] -> [b, s, h], alike on all ranks."""
+        """[b, s] -> [b, s, h], the same on all ranks."""
         rows = self.weight.shape[0]
         if rows:
             is_here = (ids >= self.start) & (ids < self.start + rows)
             local = (ids - self.start).where(is_here, 0)
             found = F.embedding(local, self.weight, self._padding) * is_here.unsqueeze(-1)
-        else:  # more ranks than words
+        else:  # this rank holds no rows: there are more ranks than tokens
             found = self.weight.sum() * torch.zeros(*ids.shape, self.weight.shape[1], device=ids.device).to(self.weight)
         return reduce_from_tp_region(found, self._ranks)
 

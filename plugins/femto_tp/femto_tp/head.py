@@ -1,8 +1,9 @@
-"""VocabParallelHead: the matrix [v, h] from hidden states to logits, cut on the vocabulary like the embedding."""
+"""VocabParallelHead: the matrix [v, h] from hidden states to logits, sharded on the vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from femto_tp.ranks import Ranks
 from femto_tp.regions import copy_to_tp_region, gather_from_tp_region
 
+T = TypeVar("T")
+
 
 class VocabParallelHead(nn.Module):
-    """A head of which this rank holds the rows from `start` on, of `vocab` in all."""
+    """A head of which this rank holds the rows `start` and after, of `vocab` in total."""
 
     def __init__(
         self,
@@ -24,13 +27,19 @@ class VocabParallelHead(nn.Module):
         *,
         sums_input_grad: bool,
     ) -> None:
-        """`weight` [rows of this rank, h]. Without `sums_input_grad` the input's gradient stays a partial sum, which
-        whoever gathered the input sums."""
+        """`weight` [rows of this rank, h].
+
+        If `sums_input_grad` is off, the input's gradient stays a partial sum: the gather's backward sums it.
+        """
         super().__init__()
         self.weight, self.start, self.vocab, self.ranks = weight, start, vocab, ranks
         self.sums_input_grad = sums_input_grad
 
-    def forward(self, hidden: Tensor, then: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+    @overload
+    def forward(self, hidden: Tensor, then: None = None) -> Tensor: ...
+    @overload
+    def forward(self, hidden: Tensor, then: Callable[[Tensor, Tensor], T]) -> T: ...
+    def forward(self, hidden: Tensor, then: Callable[[Tensor, Tensor], T] | None = None) -> Tensor | T:
         """Return the whole logits [..., v] of `hidden` [..., h], or `then(hidden, weight)` with this rank's rows."""
         if then is not None:
             return then(hidden, self.weight)

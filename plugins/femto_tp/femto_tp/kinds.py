@@ -1,9 +1,9 @@
-"""Parallel kinds: how a module is cut, and which part of each of its parameters a rank holds.
+"""Parallel kinds: how a module is sharded, and which part of each parameter a rank holds.
 
-A kind is registered under its name, where it is defined; a new one touches nothing here:
+A kind registers itself under a name, so a new kind needs no change here:
 
     @parallel_kind("column_fp8")
-    class ColumnFP8: ...
+    class ColumnFP8Kind: ...
 """
 
 from __future__ import annotations
@@ -25,88 +25,89 @@ from femto_tp.embedding import VocabParallelEmbedding
 from femto_tp.head import VocabParallelHead
 from femto_tp.ranks import Ranks
 from femto_tp.row import RowParallelLinear
-from femto_tp.sequence import Sequence
+from femto_tp.sequence import SequenceShards
 
 
 @attrs.frozen(kw_only=True)
-class Shard:
-    """What one rank holds of a parameter."""
+class ParamShard:
+    """The part of a parameter that one rank holds."""
 
     box: Box
     partial: bool = False
-    """Its gradient is a partial sum on each rank."""
+    """Whether each rank's gradient is a partial sum."""
     first: bool = True
-    """Whether this is the first of the ranks that hold this part: the one that counts, and saves it."""
+    """Whether this rank is the first of those with this part: it counts in the gradient norm, and saves the part."""
     is_cut: bool = True
-    """Whether ranks hold different parts at all."""
+    """Whether ranks hold different parts; otherwise every rank holds the whole parameter."""
 
 
 class ShardLoader(Protocol):
-    """Says which part of a parameter is read."""
+    """Says which part of a parameter a rank reads."""
 
-    def shard(self, shape: tuple[int, ...], rank: int, size: int) -> Shard:
-        """Return what `rank` of `size` holds of a parameter of `shape`."""
+    def shard(self, shape: tuple[int, ...], rank: int, size: int) -> ParamShard:
+        """Return the part that `rank` of `size` holds of a parameter of `shape`."""
 
 
 @attrs.frozen
 class Whole:
-    """All of it, on every rank."""
+    """The whole parameter, on every rank."""
 
     partial: bool = False
 
-    def shard(self, shape: tuple[int, ...], rank: int, size: int) -> Shard:
-        return Shard(box=Box((0,) * len(shape), shape), partial=self.partial, is_cut=False)
+    def shard(self, shape: tuple[int, ...], rank: int, size: int) -> ParamShard:
+        return ParamShard(box=Box((0,) * len(shape), shape), partial=self.partial, is_cut=False)
 
 
 @attrs.frozen
 class Cut:
-    """One range along a dimension, evenly or as `rows` says."""
+    """One range along dimension `dim` per rank: even ranges, or `rows(rank)`."""
 
     dim: int
     rows: Callable[[int], range] | None = None
-    copies: int = 1
+    replicas: int = 1
+    """How many consecutive ranks hold the same range."""
 
-    def shard(self, shape: tuple[int, ...], rank: int, size: int) -> Shard:
+    def shard(self, shape: tuple[int, ...], rank: int, size: int) -> ParamShard:
         mine = even(shape[self.dim], size)[rank] if self.rows is None else self.rows(rank)
         offsets = tuple(mine.start if dim == self.dim else 0 for dim in range(len(shape)))
         sizes = tuple(len(mine) if dim == self.dim else length for dim, length in enumerate(shape))
-        return Shard(box=Box(offsets, sizes), first=rank % self.copies == 0)
+        return ParamShard(box=Box(offsets, sizes), first=rank % self.replicas == 0)
 
 
 @attrs.define(kw_only=True)
 class Context:
-    """What kinds need to know of the stage that is being cut."""
+    """What kinds need to know about the stage that is being sharded."""
 
     mesh: Mesh
     ranks: Ranks
     heads: HeadCut
-    copies: Ranks | None
-    """The ranks that hold the same key/value heads."""
-    later: WeightGradients
-    """Where layers ask whether to put off their weights' gradients."""
-    sequence: Sequence | None
-    """The sequence whose parts the ranks hold between layers, under sequence parallelism."""
+    replicas: Ranks | None
+    """The ranks that hold the same key/value heads as this rank; None if no other rank does."""
+    weight_grads: WeightGradients
+    """Tells layers whether to defer their weights' gradients."""
+    sequence: SequenceShards | None
+    """Shards the sequence between layers; None without sequence parallelism."""
     groups: dict[str, ColumnGroup] = attrs.field(factory=dict)
 
     def column_group(self, name: str) -> ColumnGroup:
-        """Return the group of column layers that share the input of the module `name`."""
+        """Return the group of column layers that have the same input as the module `name`."""
         parent, _, own = name.rpartition(".")
         shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
         key = f"{parent}.{shared.get(own, own)}"
         if key not in self.groups:
-            # Under sequence parallelism whoever gathered the input sums its gradient.
-            self.groups[key] = ColumnGroup(self.ranks, self.later, sums_input_grad=self.sequence is None)
+            # Under sequence parallelism the gather's backward reduces the input gradient.
+            self.groups[key] = ColumnGroup(self.ranks, self.weight_grads, sums_input_grad=self.sequence is None)
         return self.groups[key]
 
 
 class ParallelKind(Protocol):
-    """How one kind of module is cut."""
+    """How one kind of module is sharded."""
 
     def loader(self, suffix: str, context: Context) -> ShardLoader:
-        """Return what reads the parameter called `suffix` (weight, bias)."""
+        """Return the loader of the parameter called `suffix` (weight, bias)."""
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
-        """Return the module that stands in for `module`, with this rank's `parameters` by suffix."""
+        """Return the module that replaces `module`; `parameters` are this rank's shards, by suffix."""
 
 
 KINDS: dict[str, ParallelKind] = {}
@@ -114,7 +115,7 @@ K = TypeVar("K", bound=Callable[[], ParallelKind])
 
 
 def parallel_kind(name: str) -> Callable[[K], K]:
-    """Register a kind, which is made without arguments, under `name`. Raises ValueError where it is taken."""
+    """Register a kind, constructed without arguments, under `name`. Raises ValueError if `name` is taken."""
 
     def register(make: K) -> K:
         if name in KINDS:
@@ -126,8 +127,8 @@ def parallel_kind(name: str) -> Callable[[K], K]:
 
 
 @attrs.frozen
-class Column:
-    """A linear layer cut on its outputs: evenly, or by query (q) or key/value (kv) heads."""
+class ColumnKind:
+    """A linear layer sharded on its outputs: evenly, or by query (q) or key/value (kv) heads."""
 
     by: str = ""
 
@@ -135,23 +136,23 @@ class Column:
         if not self.by:
             return Cut(0)
         heads, by = context.heads, self.by
-        return Cut(0, lambda rank: heads.rows(by, rank), heads.copies if by == "kv" else 1)
+        return Cut(0, lambda rank: heads.rows(by, rank), heads.replicas if by == "kv" else 1)
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
         check_is_plain(name, module)
-        copies = context.copies if self.by == "kv" else None
+        replicas = context.replicas if self.by == "kv" else None
         group = context.column_group(name)
-        return ColumnParallelLinear(parameters["weight"], parameters.get("bias"), group, copies)
+        return ColumnParallelLinear(parameters["weight"], parameters.get("bias"), group, replicas)
 
 
 @attrs.frozen
-class Row:
-    """A linear layer cut on its inputs: evenly, or by query heads (q)."""
+class RowKind:
+    """A linear layer sharded on its inputs: evenly, or by query heads (q)."""
 
     by: str = ""
 
     def loader(self, suffix: str, context: Context) -> ShardLoader:
-        if suffix == "bias":  # added to each rank's part of the sequence
+        if suffix == "bias":  # whole on every rank, and added to its part of the sequence
             return Whole(partial=context.sequence is not None)
         heads, by = context.heads, self.by
         return Cut(1, (lambda rank: heads.rows(by, rank)) if by else None)
@@ -159,20 +160,20 @@ class Row:
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
         check_is_plain(name, module)
         return RowParallelLinear(
-            parameters["weight"], parameters.get("bias"), context.ranks, context.later, context.sequence
+            parameters["weight"], parameters.get("bias"), context.ranks, context.weight_grads, context.sequence
         )
 
 
-parallel_kind("column")(Column)
-parallel_kind("column:q")(lambda: Column("q"))
-parallel_kind("column:kv")(lambda: Column("kv"))
-parallel_kind("row")(Row)
-parallel_kind("row:q")(lambda: Row("q"))
+parallel_kind("column")(ColumnKind)
+parallel_kind("column:q")(lambda: ColumnKind("q"))
+parallel_kind("column:kv")(lambda: ColumnKind("kv"))
+parallel_kind("row")(RowKind)
+parallel_kind("row:q")(lambda: RowKind("q"))
 
 
 @parallel_kind("embedding")
-class Embedding:
-    """An embedding cut on the vocabulary."""
+class EmbeddingKind:
+    """An embedding sharded on the vocabulary."""
 
     def loader(self, suffix: str, context: Context) -> ShardLoader:
         return Cut(0)
@@ -180,23 +181,25 @@ class Embedding:
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
         if type(module).forward is not nn.Embedding.forward or not isinstance(module, nn.Embedding):
             raise UserError(
-                f"tp cuts {name} as a plain embedding, but {type(module).__name__} has a forward of its own; name a "
-                "kind that was made for it in [tp.plan]"
+                f"tp shards {name} as a plain embedding, but {type(module).__name__} has a forward of its own; name a "
+                "kind made for it in [tp.plan]"
             )
         start = even(module.num_embeddings, context.ranks.size)[context.ranks.rank].start
         return VocabParallelEmbedding(parameters["weight"], start, module.padding_idx, context.ranks)
 
 
 @parallel_kind("head")
-class Head:
-    """A head cut on the vocabulary, like the embedding."""
+class HeadKind:
+    """A head sharded on the vocabulary, like the embedding."""
 
     def loader(self, suffix: str, context: Context) -> ShardLoader:
         return Cut(0)
 
     def build(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], context: Context) -> nn.Module:
         if not isinstance(module, nn.Linear):
-            raise UserError(f"tp cuts {name} as a head, but {type(module).__name__} is no linear layer; see [tp.plan]")
+            raise UserError(
+                f"tp shards {name} as a head, but {type(module).__name__} is not a linear layer; see [tp.plan]"
+            )
         start = even(module.out_features, context.ranks.size)[context.ranks.rank].start
         return VocabParallelHead(
             parameters["weight"],
@@ -208,8 +211,8 @@ class Head:
 
 
 @parallel_kind("norm")
-class Norm:
-    """A norm between layers: whole on every rank, which under sequence parallelism sees only a part of the sequence."""
+class NormKind:
+    """A norm between layers, whole on every rank; under sequence parallelism each rank sees other tokens."""
 
     def loader(self, suffix: str, context: Context) -> ShardLoader:
         return Whole(partial=context.sequence is not None)
@@ -219,8 +222,8 @@ class Norm:
 
 
 @parallel_kind("head_norm")
-class HeadNorm:
-    """A norm over each head: whole on every rank, which sees only its own heads."""
+class HeadNormKind:
+    """A norm over each head, whole on every rank; each rank sees other heads."""
 
     def loader(self, suffix: str, context: Context) -> ShardLoader:
         return Whole(partial=True)
@@ -230,16 +233,16 @@ class HeadNorm:
 
 
 def check_is_plain(name: str, module: nn.Module) -> None:
-    """Raise `UserError` where `module` computes something else than the linear layer that takes its place."""
+    """Raise `UserError` unless `module` computes what a plain linear layer does."""
     if type(module).forward not in (nn.Linear.forward, SplittingLinear.forward):
         raise UserError(
-            f"tp cuts {name} as a plain linear layer, but {type(module).__name__} has a forward of its own; name a "
-            "kind that was made for it in [tp.plan]"
+            f"tp shards {name} as a plain linear layer, but {type(module).__name__} has a forward of its own; name a "
+            "kind made for it in [tp.plan]"
         )
 
 
 def keep(module: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
-    """Return `module` itself, with `parameters` in the places of its own."""
+    """Return `module` with its own parameters replaced by `parameters`."""
     for suffix, parameter in parameters.items():
         setattr(module, suffix, parameter)
     return module

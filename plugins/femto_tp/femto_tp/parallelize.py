@@ -1,10 +1,10 @@
-"""Rewrites a stage on the meta device: every module with parameters is replaced as the plan says."""
+"""Shards a stage on the meta device: every module with parameters is replaced as the plan says."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -16,9 +16,9 @@ from femto_core.mesh import Mesh
 from femto_core.model import Stage
 from femto_tp.column import ColumnGroup, gather_for
 from femto_tp.cuts import cut_heads
-from femto_tp.kinds import KINDS, Context
+from femto_tp.kinds import KINDS, Context, ParamShard, ShardLoader
 from femto_tp.ranks import TP, Ranks
-from femto_tp.sequence import Sequence
+from femto_tp.sequence import SequenceShards
 
 LLAMA = {
     "model.embed_tokens": "embedding",
@@ -36,66 +36,95 @@ LLAMA = {
 }
 QWEN3 = {**LLAMA, "model.layers.*.self_attn.q_norm": "head_norm", "model.layers.*.self_attn.k_norm": "head_norm"}
 PLANS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3}
-"""For each of transformers' model types, the kind of each module that has parameters, by pattern of its name."""
+"""Per transformers model type: the kind of each module that has parameters, by pattern of its name."""
 
 
 def parallelize(stage: Stage, mesh: Mesh, *, sequence_parallel: bool, changes: Mapping[str, str]) -> None:
-    """Cut the stage over the mesh's axis tp, in place. `changes` are added to the plan of the model's family.
+    """Shard the stage over the mesh's axis tp, in place. `changes` are added to the plan of the model's family.
 
-    Raises `UserError` for a module that no pattern knows, a kind that does not exist or has no place for one of the
-    module's parameters, and heads that cannot be cut.
+    Raises `UserError` for a module that no pattern matches, an unknown kind, a kind that drops one of the module's
+    parameters, and heads that the ranks cannot divide.
     """
+    context = make_context(stage, mesh, sequence_parallel)
+    plan = plan_for(stage, changes)
+    shards = LocalShards(stage, context)
+    for name, module in list(modules_with_parameters(stage)):
+        kind = KINDS[plan[name]]
+        loaders = {suffix: kind.loader(suffix, context) for suffix in own_parameters(module)}
+        parameters = {suffix: shards.of(p, loaders[suffix]) for suffix, p in own_parameters(module).items()}
+        built = kind.build(name, module, parameters, context)
+        check_parameters_are_kept(built, parameters, f"tp's kind {plan[name]!r}", f"{name} ({type(module).__name__})")
+        parent, _, own = name.rpartition(".")
+        setattr(stage.module.get_submodule(parent), own, built)
+    count_local_heads(stage, context)
+    if context.sequence is not None:
+        cut_sequence(stage, context.sequence, context)
+
+
+def make_context(stage: Stage, mesh: Mesh, sequence_parallel: bool) -> Context:
+    """Divide the attention heads, and build the groups of ranks that hold the same key/value heads."""
     ranks = Ranks.of(mesh)
     heads = cut_heads(stage.config, ranks.size)
-    runs = [line[at : at + heads.copies] for line in mesh.lines(TP) for at in range(0, ranks.size, heads.copies)]
-    copies = mesh.new_groups(runs) if heads.copies > 1 else None
-    sequence = Sequence(ranks) if sequence_parallel else None
-    context = Context(
+    count = heads.replicas
+    runs = [line[at : at + count] for line in mesh.lines(TP) for at in range(0, ranks.size, count)]
+    group = mesh.new_groups(runs) if count > 1 else None
+    return Context(
         mesh=mesh,
         ranks=ranks,
         heads=heads,
-        copies=None if copies is None else Ranks(copies),
-        later=stage.weight_grads,
-        sequence=sequence,
+        replicas=None if group is None else Ranks(group),
+        weight_grads=stage.weight_grads,
+        sequence=SequenceShards(ranks) if sequence_parallel else None,
     )
-    plan = plan_for(stage, changes)
-    cut: dict[int, nn.Parameter] = {}
-    names = {id(parameter): name for name, parameter in stage.named_parameters()}
-    for name, module in list(stage.module.named_modules()):
-        if not any(parameter is not None for parameter in module._parameters.values()):
-            continue
-        kind = KINDS[plan[name]]
-        parameters = {}
-        for suffix, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in cut:  # a tied weight is cut once
-                full = names[id(parameter)]
-                layout = stage.layouts[full]
-                shard = kind.loader(suffix, context).shard(tuple(parameter.shape), ranks.rank, ranks.size)
-                stage.layouts[full] = attrs.evolve(
-                    layout,
-                    box=shard.box,
-                    flat=(0, shard.box.numel),
-                    partial=layout.partial | ({TP} if shard.partial else set()),
-                    replicated=layout.replicated - ({TP} if shard.is_cut else set()),
-                    primary=layout.primary and shard.first,
-                )
-                local = torch.empty(shard.box.sizes, dtype=parameter.dtype, device="meta")
-                cut[id(parameter)] = nn.Parameter(local, parameter.requires_grad)
-            parameters[suffix] = cut[id(parameter)]
-        parent, _, own = name.rpartition(".")
-        built = kind.build(name, module, parameters, context)
-        kept = {id(parameter) for parameter in built.parameters()}
-        if lost := [suffix for suffix, parameter in parameters.items() if id(parameter) not in kept]:
-            raise UserError(
-                f"tp's kind {plan[name]!r} has no place for the parameter {lost[0]} of {name} "
-                f"({type(module).__name__}); name a kind that has in [tp.plan]"
-            )
-        setattr(stage.module.get_submodule(parent), own, built)
-    count_local_heads(stage, context)
-    if sequence is not None:
-        cut_sequence(stage, sequence, context)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of `module` itself, without those of its submodules."""
+    return {suffix: parameter for suffix, parameter in module._parameters.items() if parameter is not None}
+
+
+def modules_with_parameters(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and module of every module of the stage that has parameters of its own."""
+    for name, module in stage.module.named_modules():
+        if own_parameters(module):
+            yield name, module
+
+
+class LocalShards:
+    """This rank's shards of a stage's parameters. The stage's layouts are narrowed to them."""
+
+    def __init__(self, stage: Stage, context: Context) -> None:
+        self._layouts, self._ranks = stage.layouts, context.ranks
+        self._names = {id(parameter): name for name, parameter in stage.named_parameters()}
+        self._shards: dict[int, nn.Parameter] = {}
+
+    def of(self, parameter: nn.Parameter, loader: ShardLoader) -> nn.Parameter:
+        """Return this rank's shard of `parameter`; a tied weight has one shard, made by its first loader."""
+        if id(parameter) not in self._shards:
+            shard = loader.shard(tuple(parameter.shape), self._ranks.rank, self._ranks.size)
+            self._narrow_layout(self._names[id(parameter)], shard)
+            local = torch.empty(shard.box.sizes, dtype=parameter.dtype, device="meta")
+            self._shards[id(parameter)] = nn.Parameter(local, parameter.requires_grad)
+        return self._shards[id(parameter)]
+
+    def _narrow_layout(self, name: str, shard: ParamShard) -> None:
+        layout = self._layouts[name]
+        self._layouts[name] = attrs.evolve(
+            layout,
+            box=shard.box,
+            flat=(0, shard.box.numel),
+            partial=layout.partial | ({TP} if shard.partial else set()),
+            replicated=layout.replicated - ({TP} if shard.is_cut else set()),
+            cut=layout.cut | ({TP} if shard.is_cut else set()),
+            primary=layout.primary and shard.first,
+        )
+
+
+def check_parameters_are_kept(built: nn.Module, parameters: Mapping[str, nn.Parameter], kind: str, module: str) -> None:
+    """Raise `UserError` if `built`, the result of a kind, lacks one of `parameters`."""
+    kept = {id(parameter) for parameter in built.parameters()}
+    if lost := [suffix for suffix, parameter in parameters.items() if id(parameter) not in kept]:
+        raise UserError(f"{kind} drops the parameter {lost[0]} of {module}; name a kind that keeps it in [tp.plan]")
 
 
 def plan_for(stage: Stage, changes: Mapping[str, str]) -> dict[str, str]:
@@ -105,17 +134,16 @@ def plan_for(stage: Stage, changes: Mapping[str, str]) -> dict[str, str]:
     for pattern, kind in changes.items():
         if kind not in KINDS:
             raise UserError(
-                f"tp.plan: {pattern} = {kind!r} is no parallel kind{suggest(kind, KINDS)} (kinds: {', '.join(KINDS)})"
+                f"tp.plan: {pattern} = {kind!r} is not a parallel kind{suggest(kind, KINDS)} "
+                f"(kinds: {', '.join(KINDS)})"
             )
     compiled = [(re.compile(re.escape(p).replace(r"\*", "[^.]+")), kind) for p, kind in patterns.items()]
     plan: dict[str, str] = {}
-    for name, module in stage.module.named_modules():
-        if not any(parameter is not None for parameter in module._parameters.values()):
-            continue
+    for name, module in modules_with_parameters(stage):
         found = [kind for pattern, kind in compiled if pattern.fullmatch(name)]
         if not found:
             raise UserError(
-                f"tp does not know how to cut {name} ({type(module).__name__}) of a {family} model; say it in TOML: "
+                f"tp does not know how to shard {name} ({type(module).__name__}) of a {family} model; say it in TOML: "
                 f'[tp.plan] "{re.sub(r"[0-9]+", "*", name)}" = one of {", ".join(KINDS)}'
             )
         plan[name] = found[-1]
@@ -123,7 +151,7 @@ def plan_for(stage: Stage, changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def count_local_heads(stage: Stage, context: Context) -> None:
-    """Tell each attention module how many heads it has here."""
+    """Set each attention module's head counts to those of this rank."""
     queries = len(context.heads.queries[context.ranks.rank])
     key_values = len(context.heads.key_values[context.ranks.rank])
     for module in stage.module.modules():
@@ -134,11 +162,11 @@ def count_local_heads(stage: Stage, context: Context) -> None:
                     setattr(module, attribute, count)
 
 
-def cut_sequence(stage: Stage, sequence: Sequence, context: Context) -> None:
-    """Have the stage's layers see a part of the sequence each, and what is around them the whole.
+def cut_sequence(stage: Stage, sequence: SequenceShards, context: Context) -> None:
+    """Shard the sequence before the stage's first layer, and unshard it after the last one.
 
-    Attention masks and rotary angles are made for the whole sequence, before the first layer. Within a layer, attention
-    and MLP see the whole one again.
+    Attention masks and rotary angles are computed before the first layer, for the whole sequence. Within a layer,
+    attention and MLP gather the whole sequence again.
     """
     layers = dict(stage.named_layers())
 
@@ -147,7 +175,7 @@ def cut_sequence(stage: Stage, sequence: Sequence, context: Context) -> None:
 
     for number, chunk in enumerate(stage.chunks):
         inside = [layers[f"model.layers.{layer}"] for layer in chunk]
-        # What follows the last chunk's norm is the head, whose input gradient is a partial sum on each rank.
+        # The head follows the norm, and its input gradient is a partial sum on each rank.
         ends_with_norm = stage.has_head(number)
         if inside:
             change_input(inside[0], sequence.scatter)
@@ -164,7 +192,7 @@ def cut_sequence(stage: Stage, sequence: Sequence, context: Context) -> None:
 
 
 def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Have `module` called with `change(hidden states)` in the place of its hidden states."""
+    """Replace the hidden states that `module` is called with by `change(hidden states)`."""
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if inputs:

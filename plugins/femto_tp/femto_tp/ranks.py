@@ -1,4 +1,4 @@
-"""The ranks of a tensor parallel group, and what they do together."""
+"""A tensor parallel group and its collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TP = "tp"
 
 
 class Ranks:
-    """One tensor parallel group, seen from one of its ranks. Every method is called by all of them alike."""
+    """A tensor parallel group, seen from one of its ranks. All ranks of the group call each method together."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -23,33 +23,33 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Ranks:
-        """Return the group along the mesh's axis tp."""
+        """Return this rank's group along the mesh's axis tp."""
         return cls(mesh.group(TP))
 
     def start_sum(self, tensor: torch.Tensor) -> Pending:
-        """Start to sum a contiguous `tensor` over the ranks, in place."""
+        """Start to sum `tensor`, which must be contiguous, over the ranks in place."""
         return collectives.all_reduce(tensor, self.group)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `tensor` over the ranks; `tensor` itself where it is contiguous."""
+        """Return the sum of `tensor` over the ranks; a contiguous `tensor` is overwritten."""
         tensor = tensor.contiguous()
         self.start_sum(tensor).wait()
         return tensor
 
     def start_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Start to gather every rank's `tensor` [...], of one shape, into the result [size, ...]."""
+        """Start to gather every rank's `tensor` [...], of equal shapes; return the result [size, ...]."""
         whole = tensor.new_empty(self.size, *tensor.shape)
         whole[self.rank] = tensor
         return whole, collectives.all_gather(whole.view(-1), self.group)
 
     def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return every rank's `tensor`, of one shape, side by side along `dim`."""
+        """Return every rank's `tensor`, of equal shapes, concatenated along `dim`."""
         whole, pending = self.start_gather(tensor)
         pending.wait()
         return side_by_side(whole, dim)
 
     def start_scatter_sum(self, tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, Pending]:
-        """Start to sum `tensor` over the ranks; of the sum, this rank's equal part along `dim` is the result."""
+        """Start to reduce-scatter `tensor`; return this rank's equal part, along `dim`, of the sum over the ranks."""
         parts = torch.stack(tensor.chunk(self.size, dim)) if dim else tensor.contiguous()
         shape = list(tensor.shape)
         shape[dim] //= self.size
@@ -69,11 +69,11 @@ class Ranks:
 
 
 def side_by_side(whole: torch.Tensor, dim: int) -> torch.Tensor:
-    """Turn what was gathered [size, ...] into one tensor, along `dim`."""
+    """Concatenate gathered tensors [size, ...] along `dim` (a dimension of each)."""
     return torch.cat(list(whole), dim) if dim else whole.flatten(0, 1)
 
 
 def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """Return what a context has saved, typed."""
+    """Return a context's saved tensors, typed."""
     tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors
     return tensors

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 
+from femto_core.errors import UserError, suggest
 from femto_core.hookspecs import hookimpl
 from femto_core.sections import not_negative, positive
 
@@ -14,13 +16,14 @@ if TYPE_CHECKING:
     from femto_core.config import Config
     from femto_core.mesh import Mesh
     from femto_core.sharding import ShardingStrategy
-    from femto_core.sync import GradientSynchronizer
 
 
 @attrs.frozen(kw_only=True)
 class ZeroSection:
     """Sharding over data parallel ranks: stages 1 and 2."""
 
+    axes: tuple[str, ...] = ("dp",)
+    """Mesh axes over whose ranks to shard; gradients are summed over the other data axes (hybrid sharding)."""
     bucket_mib: float = attrs.field(default=10.0, validator=positive)
     """MiB of parameters that are reduced, and gathered, at a time."""
 
@@ -29,6 +32,8 @@ class ZeroSection:
 class Zero3Section:
     """Sharding over data parallel ranks: stage 3."""
 
+    axes: tuple[str, ...] = ("dp",)
+    """Mesh axes over whose ranks to shard; gradients are summed over the other data axes (hybrid sharding)."""
     prefetch: int = attrs.field(default=1, validator=not_negative)
     """How many units to gather ahead of the one that computes."""
     reshard_after_forward: bool = True
@@ -37,16 +42,8 @@ class Zero3Section:
     """Reduce gradients to shards after each backward; otherwise full gradients add up, and are reduced once a step."""
 
 
-class _Stage:
-    """What the stages' plugins have in common."""
-
-    @hookimpl
-    def femto_grad_sync(self, sharding: ShardingStrategy) -> GradientSynchronizer:
-        return sharding  # type: ignore[return-value] # the kernel asks with the strategy from this plugin's own seat
-
-
-class Zero1(_Stage):
-    """Takes the seats of sharding and gradient synchronisation with stage 1."""
+class Zero1:
+    """Takes the sharding seat with stage 1."""
 
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[ZeroSection]]:
@@ -57,8 +54,8 @@ class Zero1(_Stage):
         return _whole_weights(config, mesh, every_micro_batch=False)
 
 
-class Zero2(_Stage):
-    """Takes the seats of sharding and gradient synchronisation with stage 2."""
+class Zero2:
+    """Takes the sharding seat with stage 2."""
 
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[ZeroSection]]:
@@ -69,8 +66,8 @@ class Zero2(_Stage):
         return _whole_weights(config, mesh, every_micro_batch=True)
 
 
-class Zero3(_Stage):
-    """Takes the seats of sharding and gradient synchronisation with stage 3."""
+class Zero3:
+    """Takes the sharding seat with stage 3."""
 
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[Zero3Section]]:
@@ -80,10 +77,11 @@ class Zero3(_Stage):
     def femto_sharding(self, config: Config, mesh: Mesh) -> ShardingStrategy:
         from femto_zero.sharded import ShardedWeights
 
-        _say_if_alone(mesh)
         section = config.section(Zero3Section)
+        check_axes(mesh, section.axes)
         return ShardedWeights(
             mesh,
+            section.axes,
             every_micro_batch=section.reduce_every_micro_batch,
             prefetch=section.prefetch,
             reshard_after_forward=section.reshard_after_forward,
@@ -93,11 +91,20 @@ class Zero3(_Stage):
 def _whole_weights(config: Config, mesh: Mesh, *, every_micro_batch: bool) -> ShardingStrategy:
     from femto_zero.whole import WholeWeights
 
-    _say_if_alone(mesh)
-    bucket_mib = config.section(ZeroSection).bucket_mib
-    return WholeWeights(mesh, every_micro_batch=every_micro_batch, bucket_mib=bucket_mib)
+    section = config.section(ZeroSection)
+    check_axes(mesh, section.axes)
+    return WholeWeights(mesh, section.axes, every_micro_batch=every_micro_batch, bucket_mib=section.bucket_mib)
 
 
-def _say_if_alone(mesh: Mesh) -> None:
-    if mesh.size("dp") == 1 and mesh.rank == 0:
-        print("zero: one data parallel rank: nothing is sharded", file=sys.stderr, flush=True)
+def check_axes(mesh: Mesh, axes: Sequence[str]) -> None:
+    """Refuse axes that replicate no weights along batches; say so where they hold one rank only."""
+    for axis in axes:
+        if axis not in mesh.data_axes:
+            raise UserError(
+                f"zero.axes = {axis!r} is no mesh axis that splits rows or tokens{suggest(axis, mesh.data_axes)}; "
+                f"ZeRO shards over {', '.join(mesh.data_axes)}"
+            )
+    if len(set(axes)) < max(1, len(axes)):
+        raise UserError("zero.axes must name at least one mesh axis, and each once")
+    if mesh.size(*axes) == 1 and mesh.rank == 0:
+        print(f"zero: one rank along {', '.join(axes)}: nothing is sharded", file=sys.stderr, flush=True)

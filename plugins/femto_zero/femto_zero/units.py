@@ -1,4 +1,4 @@
-"""Units of stage 3: parameters that are gathered before use, and dropped after it, together."""
+"""Units of stage 3: parameters that are gathered together before use, and dropped together after it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from femto_zero.flat import FlatParameters
 class Unit:
     """Flat parameters whose whole vectors exist only while they are needed.
 
-    Their storage is emptied and filled again in place: what autograd has saved of them are views of it, so that however
-    many micro-batches are between forward and backward, the values exist once at most.
+    Their storage is emptied and filled again in place. What autograd has saved are views of that storage, so the values
+    exist at most once, however many micro-batches are between forward and backward.
     """
 
     def __init__(self, name: str, flats: Sequence[FlatParameters]) -> None:
@@ -37,14 +37,14 @@ class Unit:
         return any(flat.kind.trainable for flat in self.flats)
 
     def start_gather(self) -> None:
-        """Begin to fill the whole vectors from every rank's share, unless they are."""
+        """Begin to fill the whole vectors from every rank's share, unless they are filled."""
         if self.gathered:
             return
         self.gathered = True
         for flat in self.flats:
             if flat.group.size() == 1:
                 continue
-            # To autograd nothing has changed: the same values are there again.
+            # For autograd nothing has changed: the values are the same as before.
             with torch.no_grad(), preserve_version(flat.whole):
                 flat.whole.untyped_storage().resize_(flat.nbytes)
                 flat.mine.copy_(flat.share)
@@ -61,31 +61,44 @@ class Unit:
         """Drop the whole vectors' memory."""
         if not self.gathered:
             return
-        self.gather()  # what is on its way must arrive first
+        self.gather()  # values in flight must arrive first
         self.gathered = False
         for flat in self.flats:
             if flat.group.size() > 1:
                 flat.whole.untyped_storage().resize_(0)
 
 
-@attrs.define(eq=False)
-class Place:
+@attrs.define(eq=False, kw_only=True)
+class ModuleUse:
     """A module that uses units, and where it comes in forward."""
 
     number: int
+    chunk: int
+    """The chunk of the stage that it belongs to."""
     module: nn.Module
     units: tuple[Unit, ...]
     looks_up: bool
     """Whether it is the embedding, whose backward needs no weights."""
     in_backward: bool = False
     """Whether backward comes here and needs the weights."""
+    side_before: torch.Tensor | None = None
+    """The stage's side losses when forward began."""
+
+
+def chunk_of(stage: Stage, module: nn.Module) -> int:
+    """Return the chunk of the stage in which `module`, a layer or a module outside the layers, computes."""
+    for name, layer in stage.named_layers():
+        if layer is module:
+            number = int(name.rpartition(".")[2])
+            return next(chunk for chunk, layers in enumerate(stage.chunks) if number in layers)
+    return 0 if module is stage.body.embed_tokens else len(stage.chunks) - 1
 
 
 def plan_units(stage: Stage) -> tuple[dict[str, tuple[str, ...]], list[tuple[nn.Module, tuple[str, ...]]]]:
-    """Divide all of a stage's parameters into units; return each unit's, and the modules in order with what they use.
+    """Divide a stage's parameters into units; return each unit's, and for each module, in forward's order, its units.
 
-    One unit for what stands before the layers (the embedding), one for each layer, one for what comes after them (norm
-    and head). A parameter that is used in several places belongs to the first, whose unit is then gathered for each.
+    There is one unit for the embedding, one for each layer, and one for norm and head. A parameter that several modules
+    use belongs to the first module's unit, which is then gathered for each of them.
     """
     names = {id(parameter): name for name, parameter in stage.named_parameters()}
     layers = dict(stage.named_layers())

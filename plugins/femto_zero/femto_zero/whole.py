@@ -3,66 +3,64 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from femto_core.buckets import backward_order
-from femto_core.mesh import DP, Mesh
+from femto_core.mesh import Mesh
 from femto_core.model import Stage
-from femto_core.precision import MixedPrecisionManager, ParamGroup
+from femto_core.precision import ParamShare, Precision
 from femto_ops import collectives
 from femto_zero.flat import FlatParameters, cut_by_size, kinds_of
-from femto_zero.gradients import GradientShards, Stateless
+from femto_zero.gradients import GradientShards
 
 
-class WholeWeights(Stateless):
+class WholeWeights:
     """Every rank updates its share of each bucket of parameters and gathers the others' (Rajbhandari et al. 2020, 5).
 
-    Sits in the sharding seat and in that of gradient synchronisation. Stage 1 accumulates full gradients over
-    micro-batches; stage 2 (`every_micro_batch`) reduces each as it appears and keeps only its shard.
+    Takes the sharding seat. Stage 1 accumulates full gradients over micro-batches; stage 2 (`every_micro_batch`)
+    reduces each gradient as it appears and keeps only its shard.
     """
 
-    def __init__(self, mesh: Mesh, *, every_micro_batch: bool, bucket_mib: float) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, axes: Sequence[str], *, every_micro_batch: bool, bucket_mib: float) -> None:
+        """`axes`: the mesh axes over whose ranks gradients and updates are sharded."""
+        self._mesh, self._axes = mesh, axes
         self._every_micro_batch = every_micro_batch
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._flats: list[FlatParameters] = []
-        self._groups: dict[str, ParamGroup] = {}
+        self._shares: dict[str, ParamShare] = {}
         self._gradients: GradientShards
 
-    def make_master(self, stage: Stage, precision: MixedPrecisionManager) -> list[ParamGroup]:
+    def allocate(self, stage: Stage, precision: Precision) -> list[ParamShare]:
         """Lay out the buckets in `backward_order`."""
         metas = dict(stage.named_parameters())
         frozen = {name for name, parameter in metas.items() if not parameter.requires_grad}
         trainable = [name for name in backward_order(stage) if name not in frozen]
-        group = self._mesh.group(DP)
-        for kind, names in kinds_of(trainable, stage, precision, self._mesh).items():
+        kinds = kinds_of(trainable, stage, precision, self._mesh, self._axes)
+        for kind, names in kinds.items():
             sizes = [metas[name].numel() * kind.dtype.itemsize for name in names]
             for members in cut_by_size(names, sizes, self._bucket_bytes):
-                self._flats.append(FlatParameters(members, stage, kind, group, self._mesh.device))
+                self._flats.append(FlatParameters(members, stage, kind, self._mesh))
         sharded = {name: parameter for flat in self._flats for name, parameter in flat.parameters.items()}
         stage.allocate(self._mesh.device, lambda name: precision.dtype_of(name, stage), sharded)
         for flat in self._flats:
-            self._groups |= flat.make_groups(stage.layouts, precision)
+            self._shares |= flat.make_shares(stage.layouts, precision)
         for name, parameter in stage.named_parameters():
-            if name in frozen:  # nobody updates it: only the weight itself could be sharded, and this is stage 3's
-                self._groups[name] = precision.make_group(name, parameter, stage.layouts[name])
+            if name in frozen:  # nobody updates it, and sharding the weights themselves is stage 3's
+                self._shares[name] = precision.make_share(name, parameter, stage.layouts[name])
+        groups = {kind.axes: self._mesh.group(*kind.axes) for kind in kinds}
         self._gradients = GradientShards(
-            self._flats, self._mesh, precision, every_micro_batch=self._every_micro_batch, group=group
+            self._flats, self._mesh, precision, groups, every_micro_batch=self._every_micro_batch
         )
-        return [self._groups[name] for name in metas]
-
-    def attach(self, stage: Stage, precision: MixedPrecisionManager) -> None:
-        pass
+        return [self._shares[name] for name in metas]
 
     def no_sync(self, *, complete: bool = True) -> contextlib.AbstractContextManager[None]:
         return self._gradients.no_sync(complete=complete)
 
-    def sync_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         self._gradients.sync()
+        self._gradients.hand_over(self._shares)
 
-    def reduce_grads(self) -> None:
-        self._gradients.hand_over(self._groups)
-
-    def gather_weights(self) -> None:
+    def weights_changed(self) -> None:
         for pending in [collectives.all_gather(flat.whole, flat.group) for flat in self._flats]:
             pending.wait()
 
@@ -71,4 +69,4 @@ class WholeWeights(Stateless):
 
     def close(self) -> None:
         self._gradients.close()
-        self._flats, self._groups = [], {}
+        self._flats, self._shares = [], {}

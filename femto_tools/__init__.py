@@ -1,0 +1,1 @@
+"""Commands about runs and plugins rather than runs: verify, memory, hooks; and the harness that tests use."""
