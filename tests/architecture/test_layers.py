@@ -282,12 +282,12 @@ def test_a_plugin_imports_no_built_in_one_but_the_library_of_femto_data(folder: 
 
 
 @pytest.mark.parametrize("file", sources(ROOT / "femto_checkpoint", ROOT / "femto_report"), ids=name_of)
-def test_a_built_in_plugin_imports_no_other_but_the_checkpoints_the_library_of_femto_data(file: Path) -> None:
+def test_a_built_in_plugin_imports_no_other_but_the_library_of_femto_data(file: Path) -> None:
     package = file.relative_to(ROOT).parts[0]
     others = {"femto_data", "femto_report", "femto_checkpoint"} - {package}
     found = {name for name in imported(file.read_text()) if name.split(".")[0] in others}
     library = {name for name in found if name.startswith("femto_data.") and name != "femto_data.plugin"}
-    assert found <= (library if package == "femto_checkpoint" else set())
+    assert found <= library
 
 
 @pytest.mark.parametrize("file", sources(ROOT / "femto_data"), ids=name_of)

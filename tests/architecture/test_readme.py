@@ -13,6 +13,7 @@ from femto_core import hookspecs
 from femto_core.hooks import Hooks
 from femto_core.metrics import StepInfo
 from femto_core.plugins import BUILT_IN, activate, installed_plugins
+from femto_tools.testing import QUIET
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -22,7 +23,7 @@ def test_the_plugin_in_the_readme_takes_its_seat_and_observes(capsys: pytest.Cap
     assert len([line for line in source.splitlines() if line.strip()]) <= 20
     plugin = ModuleType("mine")
     exec(source, vars(plugin))
-    hooks = Hooks(activate([], objects={"mine": plugin}).manager)
+    hooks = Hooks(activate(QUIET, objects={"mine": plugin}).manager)
     config: Any = SimpleNamespace(optim=SimpleNamespace(warmup=3))
     schedule = hooks.seat(hookspecs.femto_lr_schedule, config=config)
     assert [round(schedule(step), 3) for step in (0, 3, 15)] == [0.25, 1.0, 0.5]

@@ -410,7 +410,7 @@ def femto_step_begin(step):
 def end_by_signal(folder: Path, name: str, processes: int, rank: str) -> list[str]:
     """Return the checkpoints of a run that got the signal in its second step."""
     environment = install_plugin(folder / "site", "signalled", SIGNALLED.replace("SIGNAL)", f"{name})"))
-    flags = [*TINY_FLAGS, "--run.name", "r", "--plugins", "signalled,no:samples", "--model.vocab-size", "32"]
+    flags = [*TINY_FLAGS, "--run.name", "r", "--plugins", "signalled", "--model.vocab-size", "32"]
     flags += ["--checkpoint.every", "100", "--train.steps", "100"]
     done = femto(flags, folder, {**environment, "SIGNALLED": rank}, processes)
     assert done.code == 0, done.err

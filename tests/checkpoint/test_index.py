@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,11 +35,14 @@ class FakeMesh:
     sizes: dict[str, int]
     place: dict[str, int]
 
-    def size(self, axis: str) -> int:
-        return self.sizes.get(axis, 1)
+    def size(self, *axes: str) -> int:
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
-    def coordinate(self, axis: str) -> int:
-        return self.place.get(axis, 0)
+    def coordinate(self, *axes: str) -> int:
+        number = 0
+        for axis in axes:
+            number = number * self.size(axis) + self.place.get(axis, 0)
+        return number
 
 
 @attrs.frozen

@@ -228,6 +228,7 @@ def test_a_third_partys_plugin_is_listed_with_its_seat(extended: Environment) ->
         "version": "0.1.0",
         "active": True,
         "seats": ["femto_lr_schedule"],
+        "wraps": [],
         "hooks": ["femto_config_section", "femto_validate", "femto_train_begin", "femto_step_end"],
         "problem": "",
     }

@@ -93,7 +93,7 @@ def test_an_interrupted_call_leaves_no_directory_and_the_next_call_makes_it(
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"data\.cache = .*/file/cache cannot be written \(Not a directory\)"):
+    with pytest.raises(UserError, match=r"corpus\.cache = .*/file/cache cannot be written \(Not a directory\)"):
         standard_library_dataset(tmp_path / "file" / "cache", seq_len=8, vocab_size=300)
 
 
