@@ -93,8 +93,7 @@ def run_command(words: Sequence[str]) -> int:
     plugins = activate([] if name == "plugins" else names, _tracer())  # a plugin that cannot be activated is listed
     hooks, registry = Hooks(plugins.manager), CommandRegistry(plugins.manager)
     registry.add("train", "train a model (the default)", TrainOptions, train, takes_run=True)
-    show = partial(show_plugins, names)
-    registry.add("plugins", "list installed plugins, and which are active", PluginsOptions, show)
+    registry.add("plugins", "list installed and active plugins", PluginsOptions, partial(show_plugins, names))
     wants_help = any(word in HELP for word in rest)
     wants_overview = wants_help and not named and not has_toml
     if wants_help or name != "train":

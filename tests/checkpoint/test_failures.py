@@ -24,7 +24,7 @@ from femto_checkpoint import writer as writers
 from femto_core import run_folder
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
-from femto_report.progress import Progress
+from femto_report.progress import ProgressReport
 from femto_tools.testing import RandomTask, WorkerPool, make_trainer
 from tests.checkpoint.runs import Values, attempt, checkpoint_of, refusal, train_until, values
 from tests.cli.commands import TINY_FLAGS, femto, install_plugin
@@ -381,7 +381,7 @@ def stop_at_three(settings: Values, rank: int, *observers: object) -> int:
 def test_a_run_that_saves_nothing_says_so_when_it_is_stopped(
     world_of_one: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert stop_at_three(values(tmp_path), 0, Progress()) == 3
+    assert stop_at_three(values(tmp_path), 0, ProgressReport()) == 3
     said = "stopped after step 3, as asked; nothing is saved, because checkpoint.every = 0\n"
     assert capsys.readouterr().err == said
     assert not (tmp_path / "test" / "checkpoints").exists()
