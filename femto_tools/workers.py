@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -110,6 +111,8 @@ def _serve(pipe: Connection) -> None:
             dist.barrier()  # a short job must not hang up while another rank is still being connected
             try:
                 answer = True, function(*arguments)
+                with contextlib.suppress(RuntimeError, ValueError):  # another rank failed, or the job left the group
+                    dist.barrier()  # nor while another is still being connected to a group that the job built
             finally:
                 dist.destroy_process_group()
         except BaseException:  # noqa: BLE001 - sent to the test, which fails with it

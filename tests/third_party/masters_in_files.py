@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -38,9 +39,14 @@ class MastersInFilesPlugin:
     """The plugin."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="masters-")
+        self._files = contextlib.ExitStack()
 
     @hookimpl(wrapper=True)
     def femto_precision(self) -> Generator[None, Precision, Any]:
         precision = yield
-        return MastersInFiles(precision, Path(self._folder.name))
+        folder = self._files.enter_context(tempfile.TemporaryDirectory(prefix="masters-"))
+        return MastersInFiles(precision, Path(folder))
+
+    @hookimpl
+    def femto_train_end(self) -> None:
+        self._files.close()  # what is mapped stays readable
