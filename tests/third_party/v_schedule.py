@@ -15,7 +15,7 @@ def v_shape(size: int, chunks: int) -> Placement:
     return Placement(tuple((rank, 2 * size - 1 - rank) for rank in range(size)))
 
 
-@schedule("v", splits_backward=True, least_chunks=2, most_chunks=2, placement=v_shape)
+@schedule("v-zero-bubble", splits_backward=True, least_chunks=2, most_chunks=2, placement=v_shape)
 def v_schedule(micro_batches: int, placement: Placement) -> tuple[Order, ...]:
     """Split backwards; at most 2 size chunk forwards of a rank wait for their backward."""
     return list_schedule(micro_batches, placement, lambda rank: 2 * placement.size, held=placement.size)
@@ -26,4 +26,4 @@ class VSchedule:
 
     @hookimpl
     def femto_config_defaults(self) -> Mapping[str, Mapping[str, Any]]:
-        return {"pp": {"schedule": "v"}}
+        return {"pp": {"schedule": "v-zero-bubble"}}
