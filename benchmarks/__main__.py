@@ -21,12 +21,13 @@ from benchmarks.workload import Workload
 
 ROUNDS = 3
 ALIKE = {"first_loss": 0.1, "last_loss": 0.1}
-"""How far two contenders may differ, who begin with other random weights: otherwise they did not do the same work."""
+"""Largest difference between the losses of two contenders: they begin with different random weights. A larger one means
+different work."""
 
 
 @attrs.frozen
 class Entry:
-    """Who runs, on how many ranks, with how many rows a step."""
+    """A contender, its number of ranks, and its rows per step."""
 
     contender: str
     ranks: int = 2
@@ -37,7 +38,7 @@ class Entry:
 
     @property
     def runs_here(self) -> bool:
-        """Whether what it needs is installed."""
+        """Whether the packages of the contender are installed."""
         return not self.contender.startswith("deepspeed") or importlib.util.find_spec("deepspeed") is not None
 
 
@@ -46,7 +47,7 @@ PAIRS = {
     "fp32": [(PLAIN, Entry("ddp")), (PLAIN, Entry("ddp-fused"))],
     "zero": [
         (Entry("femto+bf16"), Entry("ddp-bf16")),
-        (Entry("femto+bf16+bf16.accumulate_dtype=bfloat16"), Entry("ddp-bf16")),  # which sums micro-batches so
+        (Entry("femto+bf16+bf16.accumulate_dtype=bfloat16"), Entry("ddp-bf16")),  # as DDP sums micro-batches
         (ZERO1, Entry("deepspeed-1")),
         (ZERO2, Entry("deepspeed-2")),
         (ZERO3, Entry("fsdp2")),
@@ -74,7 +75,7 @@ PAIRS = {
 }
 """Parts of the table by name: femto, and the peer it is measured against."""
 SCALING = {"fp32": [Entry("femto", ranks=1), Entry("femto", ranks=1, batch=Workload().batch // 2)]}
-"""What two ranks are compared with twice of: the same step on one rank, and one rank's share of it alone."""
+"""What two ranks are compared with, twice its speed: one rank that does the whole step, or one rank's share of it."""
 
 
 def run(entry: Entry) -> dict[str, Any]:

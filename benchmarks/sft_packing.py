@@ -33,10 +33,10 @@ SHAPES = ("log-normal, rows of 2048", "uniform, rows of 2048", "log-normal, rows
 
 @attrs.frozen
 class Result:
-    """What one way made of the lengths."""
+    """The rows that one way of packing made, and its processor time."""
 
     rows: int
-    """0 of one that only prepares."""
+    """0 for a way that only prepares."""
     seconds: float
 
 
@@ -52,7 +52,7 @@ def lengths_of(shape: str) -> tuple[list[int], int]:
 
 
 def femto(packing: str, starts: npt.NDArray[np.int64], capacity: int) -> Result:
-    """Do with `starts`, of each conversation and the end, and the tokens what TRL does."""
+    """Cut, pack and move conversations as TRL does; `starts` has where each begins, and the end."""
     tokens: npt.NDArray[np.int8] = np.zeros(starts[-1], np.int8)
     started = time.process_time()
     lengths = np.minimum(np.diff(starts), capacity)

@@ -1,7 +1,7 @@
 """`torchrun --nproc-per-node 2 -m benchmarks.tp_overlap`: what overlap in a column layer's backward brings.
 
 The same trainer does steps in turn with the sum of the input gradient under way beside the weights' products, as it
-always is, and waited for before them.
+always is, and awaited before them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAIRS = 10
 
 
 def waiting(start: Any) -> Any:
-    """Return `start` with the wait that its caller would put off."""
+    """Return `start` with the wait that its caller would defer."""
 
     def now(*arguments: Any) -> Any:
         started = start(*arguments)

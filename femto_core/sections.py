@@ -34,7 +34,7 @@ not_negative = check(lambda v: v >= 0, "must not be negative")
 share = check(lambda v: 0 <= v < 1, "must lie in [0, 1)")
 wide = check(
     lambda v: v in ("float32", "float64"),
-    "must be float32 or float64; a narrower one to compute with is for a precision plugin to bring, beside float32 "
+    "must be float32 or float64; to compute in a narrower one, add a precision plugin to float32 "
     "(femto plugins lists who takes that seat)",
 )
 

@@ -82,5 +82,6 @@ def memory(trainer: Trainer, peak_mib: float) -> str:
             estimate += share.compute.nbytes + share.master.nbytes * (2 if same else 3)
     mib = estimate / 2**20
     what = "tensors" if trainer.mesh.device.type == "cuda" else "the whole process, Python and libraries included"
-    text = f"peak memory {peak_mib:,.0f} MiB ({what}); what rank 0 updates needs {mib:,.0f} MiB"
+    needed = f"rank 0's weights, gradients and optimizer state need {mib:,.0f} MiB"
+    text = f"peak memory {peak_mib:,.0f} MiB ({what}); {needed}"
     return f"sane     {text}" if peak_mib >= mib else f"WARNING  {text}: less than they need; the measurement is wrong"

@@ -86,7 +86,8 @@ def verify(values: dict[str, dict[str, Any]], plugins: Plugins, processes: int) 
     finally:
         pool.close()
     print(f"{several[0]['mesh']} against one process, {len(one[0]['losses'])} steps in float64")
-    print(f"plugins on both: {', '.join(content) or 'none'}; not on the one: {', '.join(layout) or 'none'}\n")
+    both, distributed = (", ".join(names) or "none" for names in (content, layout))
+    print(f"plugins in both runs: {both}; only in the distributed run: {distributed}\n")
     try:
         mine = assemble(several)
     except AssertionError as error:

@@ -98,7 +98,7 @@ class TestSanity:
 
     def test_memory_counts_weights_gradients_and_two_moments(self, tmp_path: Path) -> None:
         trainer = fake_trainer(tmp_path)  # 2 ** 18 parameters in fp32: 1 MiB each for all four
-        assert "what rank 0 updates needs 4 MiB" in memory(trainer, 50.0)
+        assert "rank 0's weights, gradients and optimizer state need 4 MiB" in memory(trainer, 50.0)
         assert memory(trainer, 3.0).startswith("WARNING")
 
 

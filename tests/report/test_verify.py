@@ -22,7 +22,7 @@ def test_three_axes_are_proven_equal_and_all_parameters_listed(tmp_path: Path) -
     done = femto([*words, "--tp.size", "2", "--pp.size", "2"], tmp_path)
     assert done.code == 0, done.out + done.err
     assert done.out.startswith("pp 2 x dp 1 x tp 2 against one process, 2 steps in float64\n")
-    assert "plugins on both: none; not on the one: tp, pp, zero3, bf16" in done.out
+    assert "plugins in both runs: none; only in the distributed run: tp, pp, zero3, bf16" in done.out
     for name in ("loss", "gradient norm", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"):
         assert f"\n{name}  " in done.out
     assert "\nequal within 1e-09: the largest difference is" in done.out
@@ -91,7 +91,7 @@ def test_a_plugin_that_only_looks_on_takes_part_in_neither(tmp_path: Path) -> No
     env = install_plugin(tmp_path / "site", "onlooker", LOOKING_ON)
     done = femto(["verify", "--plugins", "onlooker,zero1", "--steps", "1", *SETTINGS], tmp_path, env)
     assert done.code == 0, done.out + done.err
-    assert "plugins on both: none; not on the one: zero1" in done.out
+    assert "plugins in both runs: none; only in the distributed run: zero1" in done.out
 
 
 CONTENT = """
@@ -110,7 +110,7 @@ def test_a_plugin_that_decides_what_is_computed_takes_part_in_both(tmp_path: Pat
     env = install_plugin(tmp_path / "site", "halved", CONTENT)
     done = femto(["verify", "--plugins", "halved,zero1", "--steps", "2", *SETTINGS], tmp_path, env)
     assert done.code == 0, done.out + done.err
-    assert "plugins on both: halved; not on the one: zero1" in done.out
+    assert "plugins in both runs: halved; only in the distributed run: zero1" in done.out
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ class SACSection:
     """none, full, selective (keep matrix products and attention), modules (by sac.pattern), auto (to sac.budget_gib),
     or a policy that a plugin registers."""
     every: int = attrs.field(default=1, validator=positive)
-    """Treat every so many layers only; for full and selective."""
+    """Apply to every N-th layer only; for full and selective."""
     pattern: str = ""
     """For modules: the pattern of the names of modules to checkpoint, such as model.layers.*.mlp."""
     budget_gib: float = attrs.field(default=0.0, validator=not_negative)
