@@ -29,10 +29,12 @@ from femto_core.plugins import Plugins
 from femto_core.precision import ParamShare, Precision
 from femto_core.run_folder import make_run_folder
 from femto_core.schedule import Schedule
+from femto_core.sections import largest_divisor
 from femto_core.sharding import ShardingStrategy
 from femto_core.trainer import KERNEL_PARTS, Trainer
 from femto_core.weights import WeightSource
 
+DEFAULT_GLOBAL_BATCH = 16
 LARGEST_DEFAULT_MICRO_BATCH = 8
 
 
@@ -88,7 +90,7 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
     run_dir, lock = make_run_folder(config, mesh)
     undo = contextlib.ExitStack()
     undo.callback(lock.release)
-    config = fill_micro_batch(config, mesh)
+    config = fill_batch(config, mesh.size(*mesh.row_axes))
 
     dataset = hooks.seat(specs.femto_dataset, config=config, split="train")
     held_out = hooks.seat(specs.femto_dataset, config=config, split="held_out")
@@ -186,13 +188,16 @@ def set_up_torch(config: Config, mesh: Mesh) -> None:
     torch.manual_seed(config.train.seed * 1_000_003 + mesh.coordinate(*distinct))
 
 
-def fill_micro_batch(config: Config, mesh: Mesh) -> Config:
-    """Choose `data.micro_batch` where it was left out: the largest divisor of a rank's share that is at most 8."""
-    if config.data.micro_batch:
-        return config
-    share = max(1, config.data.global_batch // mesh.size(*mesh.row_axes))
-    largest = max(n for n in range(1, LARGEST_DEFAULT_MICRO_BATCH + 1) if share % n == 0)
-    return attrs.evolve(config, data=attrs.evolve(config.data, micro_batch=largest))
+def fill_batch(config: Config, ranks: int) -> Config:
+    """Choose `data.global_batch` and `data.micro_batch` where they were left out, for `ranks` that read other rows.
+
+    The first is 16, rounded up to a multiple of what all ranks read at once; the second the largest divisor of a rank's
+    share that is at most 8.
+    """
+    at_once = ranks * max(1, config.data.micro_batch)
+    rows = config.data.global_batch or -(-DEFAULT_GLOBAL_BATCH // at_once) * at_once
+    micro_batch = config.data.micro_batch or largest_divisor(max(1, rows // ranks), LARGEST_DEFAULT_MICRO_BATCH)
+    return attrs.evolve(config, data=attrs.evolve(config.data, global_batch=rows, micro_batch=micro_batch))
 
 
 def fill_vocab_size(config: Config, dataset: Dataset) -> Config:

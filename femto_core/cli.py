@@ -28,6 +28,7 @@ from femto_core.errors import UserError, suggest
 from femto_core.flags import make_options, read_flags
 from femto_core.hooks import Hooks
 from femto_core.plugins import Plugins, activate, installed_plugins, list_plugins
+from femto_core.sections import not_negative
 from femto_core.toml_file import read_toml
 
 PROGRAM = "femto"
@@ -38,6 +39,9 @@ ANOTHER_RANK_LEFT = ("gloo/transport", "closed by peer", "reset by peer", "Socke
 @attrs.frozen
 class TrainOptions:
     """Train a model. Without arguments: a tiny Llama, on the sources of the Python standard library."""
+
+    nproc: int = attrs.field(default=0, validator=not_negative)
+    """Processes to start on this machine, as torchrun would; 0: those of run.nproc."""
 
 
 @attrs.frozen
@@ -92,7 +96,7 @@ def run_command(words: Sequence[str]) -> int:
     names = names or (_toml_plugins(toml, rest[0]) if has_toml else [])
     plugins = activate([] if name == "plugins" else names, _tracer())  # a plugin that cannot be activated is listed
     hooks, registry = Hooks(plugins.manager), CommandRegistry(plugins.manager)
-    registry.add("train", "train a model (the default)", TrainOptions, train, takes_run=True)
+    registry.add("train", "train a model (the default)", TrainOptions, partial(train, words), takes_run=True)
     registry.add("plugins", "list installed and active plugins", PluginsOptions, partial(show_plugins, names))
     wants_help = any(word in HELP for word in rest)
     wants_overview = wants_help and not named and not has_toml
@@ -118,8 +122,15 @@ def run_command(words: Sequence[str]) -> int:
     return command.run(options, config, plugins)
 
 
-def train(options: TrainOptions, config: Config, plugins: Plugins) -> int:
-    """Train the run that `config` describes."""
+def train(words: Sequence[str], options: TrainOptions, config: Config, plugins: Plugins) -> int:
+    """Train the run that `config` describes, in this process or in as many as it asks for, started with `words`."""
+    here, nproc = os.environ.get("LOCAL_WORLD_SIZE"), options.nproc or config.run.nproc
+    if here is None and nproc > 1:
+        from femto_core.nproc import start_ranks
+
+        return start_ranks(nproc, words)
+    if here is not None and options.nproc and here != str(options.nproc):
+        raise UserError(f"--nproc {options.nproc}: torchrun has started {here} processes here; leave --nproc out")
     quiet_libraries()
     train_run(config, plugins)
     return 0

@@ -108,9 +108,22 @@ def make_config(
         if attrs.has(kind) and not isinstance(merged.get(section, {}), Mapping):
             raise UserError(f"[{section}] must be a section{_where((section,), flags, toml_path)}")
     try:
-        return structure(merged, cls)
+        return _fit_defaults(structure(merged, cls), (toml, flags))
     except Mistake as mistake:
         raise UserError(_sentence(mistake, merged, flags, toml_path)) from None
+
+
+def _fit_defaults(config: T, given: Sequence[Tree]) -> T:
+    """Adapt each default that is in none of `given` to the settings that it depends on (`sections.fit`)."""
+    for section in attrs.fields(type(config)):  # type: ignore[arg-type]
+        cls = type(getattr(config, section.name))
+        for field in attrs.fields(cls) if attrs.has(cls) else ():
+            asked_for = any(_value_at((section.name, field.name), tree) is not None for tree in given)
+            if "fit" in field.metadata and not asked_for:
+                values = getattr(config, section.name)
+                value = field.metadata["fit"](getattr(values, field.name), config)
+                config = attrs.evolve(config, **{section.name: attrs.evolve(values, **{field.name: value})})  # type: ignore[misc]
+    return config
 
 
 def _sentence(mistake: Mistake, merged: Tree, flags: Tree, toml_path: str) -> str:

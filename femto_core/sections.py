@@ -39,14 +39,29 @@ wide = check(
 )
 
 
+def fit(adapt: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Return the metadata of a field whose default depends on other settings.
+
+    `adapt(default, config)` returns the value to take where nobody gave one. Fields are adapted in their order.
+    """
+    return {"fit": adapt}
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of `number` that is at most `most`."""
+    return max(n for n in range(1, most + 1) if number % n == 0)
+
+
 @attrs.frozen(kw_only=True)
 class RunSection:
-    """Where a run writes."""
+    """Where a run writes, and how many processes it starts."""
 
     name: str = ""
     """Name of the run; empty: the date and time of its start."""
     dir: str = "runs"
     """Folder that holds all runs; this one writes into DIR/NAME."""
+    nproc: int = attrs.field(default=0, validator=not_negative)
+    """Processes to start on this machine (--nproc for short); 0: only this one. Under torchrun its number counts."""
 
 
 @attrs.frozen(kw_only=True)
@@ -83,15 +98,25 @@ class ModelSection:
     """With model.path: load its weights, or keep only its shape and start from random ones."""
     family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     """Architecture when model.path is empty."""
-    hidden_size: int = attrs.field(default=128, validator=positive)
+    hidden_size: int = attrs.field(
+        default=128,
+        validator=positive,
+        metadata=fit(lambda width, config: -(-width // (2 * config.model.heads)) * 2 * config.model.heads),
+    )
     """Width of the residual stream."""
     intermediate_size: int = attrs.field(default=0, validator=not_negative)
     """Width inside the MLP; 0: 8/3 of hidden_size, rounded up to a multiple of 32."""
     layers: int = attrs.field(default=4, validator=positive)
     """Number of decoder layers."""
-    heads: int = attrs.field(default=4, validator=positive)
+    heads: int = attrs.field(
+        default=4,
+        validator=positive,
+        metadata=fit(lambda heads, config: largest_divisor(max(1, config.model.hidden_size // 2), heads)),
+    )
     """Number of attention heads."""
-    kv_heads: int = attrs.field(default=2, validator=positive)
+    kv_heads: int = attrs.field(
+        default=2, validator=positive, metadata=fit(lambda heads, config: largest_divisor(config.model.heads, heads))
+    )
     """Number of key/value heads; divides the attention heads."""
     vocab_size: int = attrs.field(default=0, validator=not_negative)
     """Rows of the embedding; 0: the vocabulary of the data's tokenizer."""
@@ -111,8 +136,8 @@ class DataSection:
     """Tokens in a row."""
     micro_batch: int = attrs.field(default=0, validator=not_negative)
     """Rows of one forward pass on one rank; 0: the largest divisor of a rank's share that is at most 8."""
-    global_batch: int = attrs.field(default=16, validator=positive)
-    """Rows of one optimizer step over all ranks and accumulation steps."""
+    global_batch: int = attrs.field(default=0, validator=not_negative)
+    """Rows of one optimizer step over all ranks and accumulation steps; 0: 16, rounded up to fit the ranks."""
     workers: int = attrs.field(default=0, validator=not_negative)
     """Loader processes of each rank; 0: read in the training process. They live as long as the run does."""
     prefetch: int = attrs.field(default=2, validator=positive)
@@ -139,8 +164,10 @@ class OptimSection:
     """Largest global gradient norm; 0: no clipping."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning rate after warm-up; wsd: warm-up, stable, decay."""
-    warmup: int = attrs.field(default=20, validator=not_negative)
-    """Steps of linear warm-up; the first update is at lr / (warmup + 1), never at 0."""
+    warmup: int = attrs.field(
+        default=20, validator=not_negative, metadata=fit(lambda steps, config: min(steps, config.train.steps // 10))
+    )
+    """Steps of linear warm-up, at most a tenth of the run; the first update is at lr / (warmup + 1), never at 0."""
     decay: int = attrs.field(default=0, validator=not_negative)
     """Steps of decay at the end (wsd only); 0: a fifth of the run."""
     min_ratio: float = attrs.field(default=0.1, validator=share)
@@ -151,8 +178,12 @@ class OptimSection:
 class EvalSection:
     """Loss on held-out rows."""
 
-    every: int = attrs.field(default=100, validator=not_negative)
-    """Steps between evaluations (one more at the end); 0: none."""
+    every: int = attrs.field(
+        default=100,
+        validator=not_negative,
+        metadata=fit(lambda steps, config: min(steps, max(1, config.train.steps // 4))),
+    )
+    """Steps between evaluations (one more at the end), by default at least four in a run; 0: none."""
     rows: int = attrs.field(default=64, validator=not_negative)
     """Held-out rows to use; 0: all."""
 

@@ -62,7 +62,10 @@ def verify_command(options: VerifyOptions, config: Config, plugins: Plugins) -> 
     """Train both ways and print how far they are apart; return 1 if they differ."""
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
+        from femto_core.build import fill_batch
+
         values = values_of(config, options.steps)
+        values["data"]["global_batch"] = fill_batch(config, options.nproc).data.global_batch
         shrink(values, options.layers, options.hidden, Path(folder))
         return verify(values, plugins, options.nproc)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from femto_core.plugins import activate, hook_names
 from femto_core.run_folder import make_run_folder
 from femto_core.sections import CheckpointSection, RunSection
 from femto_core.toml_file import read_toml
-from tests.cli.commands import TINY_FLAGS, femto, forked, install_plugin, world
+from tests.cli.commands import TINY_FLAGS, Finished, femto, forked, install_plugin, world
 
 
 def test_a_run_leaves_all_that_it_promises(dataset: Path, tmp_path: Path) -> None:
@@ -59,6 +60,42 @@ def test_the_output_says_what_is_trained_and_whether_it_is_sane(dataset: Path, t
     assert "gradient norm: median" in done.out
     assert "peak memory" in done.out
     assert done.err == ""
+
+
+def test_one_command_starts_the_ranks_as_torchrun_does(dataset: Path, tmp_path: Path) -> None:
+    flags = [*TINY_FLAGS, "--data.path", str(dataset), "--train.dtype", "float64"]
+    assert femto([*flags, "--run.name", "torchrun"], tmp_path, processes=2).code == 0
+    (tmp_path / "two.toml").write_text("[run]\nnproc = 2\n")
+    for name, words in (("flag", ["--nproc", "2"]), ("file", ["train", "two.toml"])):
+        words = [*words, *flags] if name == "file" else [*flags, *words]
+        done = started([*words, "--run.name", name], tmp_path)
+        assert (done.code, done.err) == (0, ""), done.err
+        assert "layout   dp 2" in done.out
+        runs = tmp_path / "runs"
+        lines = [[json.loads(line)["loss"] for line in (runs / n / "metrics.jsonl").open()] for n in ("torchrun", name)]
+        assert lines[0] == lines[1]
+
+
+def test_ranks_of_one_command_fail_with_the_failing_ranks_words_alone(tmp_path: Path) -> None:
+    refused = started([*TINY_FLAGS, "--nproc", "2", "--data.path", "nowhere"], tmp_path)
+    assert refused.code == 2
+    assert refused.err.count("\n") <= 2, refused.err
+    assert "nowhere" in refused.err
+    assert "Traceback" not in refused.err
+    mistyped = started([*TINY_FLAGS, "--nproc", "2", "--train.step", "2"], tmp_path)
+    assert mistyped.code == 2
+    assert mistyped.err.count("\n") == 1
+    under_torchrun = femto([*TINY_FLAGS, "--nproc", "3"], tmp_path, processes=2)
+    assert under_torchrun.code == 2
+    assert "--nproc 3: torchrun has started 2 processes here" in under_torchrun.err
+
+
+def started(words: list[str], cwd: Path) -> Finished:
+    """Run `femto WORDS` as the terminal does: the command starts its ranks with this interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-m", "femto_core", *words], cwd=cwd, capture_output=True, text=True, timeout=180
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
 
 
 def test_two_processes_do_what_one_does(dataset: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from femto_core.build import fill_batch
 from femto_core.cli import run_command
 from femto_core.commands import Command
 from femto_core.config import Config, config_class, make_config, setting_kinds
@@ -79,7 +80,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default_key_by_key(tmp_
     config = read(tmp_path, toml, "--train.seed", "10", "--optim.lr", "0.5")
     assert config.train == TrainSection(steps=7, seed=10)
     assert config.data.seq_len == 9
-    assert config.optim == OptimSection(lr=0.5)
+    assert config.optim == OptimSection(lr=0.5, warmup=0)
 
 
 def test_a_flag_that_repeats_the_default_still_wins_over_the_file(tmp_path: Path) -> None:
@@ -497,3 +498,38 @@ def test_any_config_reads_back_equal_from_its_file(
     config = make_config(FULL, tree, {})
     assert config.section(Zap) == Zap(shift=shift, weights=weights, limit=limit, names=names)
     assert round_trip(config, tmp_path / "config.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("asked", "section", "expected"),
+    [
+        ({"train": {"steps": 8}}, "optim", {"warmup": 0}),
+        ({"train": {"steps": 100}}, "optim", {"warmup": 10}),
+        ({}, "optim", {"warmup": 20}),
+        ({"train": {"steps": 8}}, "eval", {"every": 2}),
+        ({"train": {"steps": 1}}, "eval", {"every": 1}),
+        ({"train": {"steps": 8}, "eval": {"every": 100}}, "eval", {"every": 100}),
+        ({"model": {"heads": 3}}, "model", {"hidden_size": 132, "heads": 3, "kv_heads": 1}),
+        ({"model": {"heads": 9}}, "model", {"hidden_size": 144, "kv_heads": 1}),
+        ({"model": {"hidden_size": 100}}, "model", {"heads": 2, "kv_heads": 2}),
+        ({"model": {"hidden_size": 2}}, "model", {"heads": 1, "kv_heads": 1}),
+        ({"model": {"heads": 8, "kv_heads": 8}}, "model", {"hidden_size": 128, "kv_heads": 8}),
+    ],
+)
+def test_defaults_that_depend_on_others_follow_them(
+    asked: dict[str, Any], section: str, expected: dict[str, int]
+) -> None:
+    values = getattr(make_config(Config, asked, {}), section)
+    assert {name: getattr(values, name) for name in expected} == expected
+
+
+def test_a_plugins_default_follows_too_and_a_flag_does_not() -> None:
+    assert make_config(Config, {"train": {"steps": 50}}, {}, "", [{"optim": {"warmup": 30}}]).optim.warmup == 5
+    assert make_config(Config, {"train": {"steps": 50}}, {"optim": {"warmup": 30}}).optim.warmup == 30
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch", "rows"), [(1, 0, 16), (3, 0, 18), (2, 3, 18), (4, 8, 32), (2, 8, 16)])
+def test_the_default_batch_fits_the_ranks(ranks: int, micro_batch: int, rows: int) -> None:
+    data = fill_batch(make_config(Config, {"data": {"micro_batch": micro_batch}}, {}), ranks).data
+    assert data.global_batch == rows
+    assert rows % (ranks * data.micro_batch) == 0
