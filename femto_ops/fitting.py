@@ -28,7 +28,7 @@ def rotary_problem(config: Any, seq_len: int) -> str:
     for values in _rope_parameters(config):
         kind = values.get("rope_type", "default")
         if key := CHANGING.get(kind):
-            limit = values.get(key) or getattr(config, key, 0)
+            limit: int = values.get(key) or getattr(config, key, None) or seq_len
             if seq_len > limit:
                 return (
                     f"data.seq_len = {seq_len} is more than {key} = {limit} in config.json: beyond it, rope_type "
@@ -48,8 +48,8 @@ def router_problem(config: Any) -> str:
         return ""
     of = ", ".join(f"{key} {value:g}" for key, value in wanted.items())
     return (
-        f"config.json asks for a router loss (output_router_logits{of and f', {of}'}): a product of means over all tokens "
-        "and layers of a batch, which micro-batches, ranks and stages cannot add up to; set output_router_logits to "
+        f"config.json asks for a router loss (output_router_logits{of and f', {of}'}): a product of means over all "
+        "tokens and layers of a batch, which micro-batches, ranks and stages cannot add up to; set output_router_logits to "
         "false there to train without it, or add a loss of each layer's own by a plugin (side losses)"
     )
 

@@ -1,4 +1,4 @@
-"""What of a model does not fit a run: rotary scaling that looks at each micro-batch, router losses, experts in float64."""
+"""What of a model does not fit a run: rotary scaling that follows micro-batches, router losses, experts in float64."""
 
 from __future__ import annotations
 
