@@ -32,6 +32,8 @@ from femto_core.schedule import Schedule
 from femto_core.sharding import ShardingStrategy
 from femto_core.trainer import KERNEL_PARTS, Trainer
 from femto_core.weights import WeightSource
+from femto_ops.hugging_face import largest_parameter, largest_size
+from femto_ops.memory import free_memory, gib
 
 LARGEST_DEFAULT_MICRO_BATCH = 8
 
@@ -70,6 +72,7 @@ def build_stage(config: Config, hooks: Hooks, mesh: Mesh, *, model: FullModel, t
         stage.set_layer(name, layer)
     precision = hooks.seat(specs.femto_precision, config=config, mesh=mesh)
     sharding = hooks.seat(specs.femto_sharding, config=config, mesh=mesh)
+    check_memory(stage, precision, mesh)
     shares = sharding.allocate(stage, precision)
     load_weights(shares, model.weights)
     precision.sync_weights(shares)
@@ -208,6 +211,17 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
         raise UserError(
             f"the data uses a vocabulary of {dataset.vocab_size}, the model has only {vocab_size}; use the model's own "
             "tokenizer for femto preprocess, or set --model.vocab-size"
+        )
+
+
+def check_memory(stage: Stage, precision: Precision, mesh: Mesh) -> None:
+    """Refuse a stage whose weights alone do not fit, even where all ranks of the world share them."""
+    needed = sum(p.numel() * precision.dtype_of(name, stage).itemsize for name, p in stage.named_parameters())
+    if needed / mesh.world_size > (free := free_memory(mesh.device)):
+        size, [largest, _] = largest_size(stage.config.to_dict(), stage.module), largest_parameter(stage.module)
+        raise UserError(
+            f"the model's weights need {gib(needed)}, and {gib(free)} are free on each of {mesh.world_size} ranks: "
+            f"{largest}, of {size}; choose a smaller model, or more ranks"
         )
 
 
