@@ -251,6 +251,11 @@ def resume(trainer: Trainer) -> None:
     if section.resume == "auto":
         # Rank 0 looks for all ranks, because another rank's view of a shared disk may be older.
         path = trainer.mesh.from_first(trainer.checkpointer.latest(trainer.run_dir / "checkpoints"))
+        if path is None and section.weights_only:
+            raise UserError(
+                f"checkpoint.weights_only: {trainer.run_dir} has no checkpoint to take weights from; set "
+                "--checkpoint.resume PATH"
+            )
     else:
         path = Path(section.resume)
         if not path.is_dir():
