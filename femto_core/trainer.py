@@ -198,6 +198,8 @@ class Trainer:
     def resume(self, path: Path, *, weights_only: bool) -> None:
         """Continue from the checkpoint at `path`, or only take over its weights."""
         self.checkpointer.load(path, self.run_state(), weights_only=weights_only)
+        if self.step > self.config.train.steps:
+            raise UserError(f"{path} is of step {self.step}, beyond train.steps = {self.config.train.steps}")
         self.precision.sync_weights(self.shares)
         self.sharding.weights_changed()
 
