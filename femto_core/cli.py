@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from femto_core.config import Config, config_class, make_config, setting_kinds
 from femto_core.errors import UserError, suggest
 from femto_core.flags import make_options, read_flags
 from femto_core.hooks import Hooks
-from femto_core.plugins import Plugins, activate, installed_plugins, list_plugins
+from femto_core.plugins import Plugins, activate, installed_plugins
 from femto_core.sections import not_negative
 from femto_core.toml_file import read_toml
 
@@ -42,14 +41,6 @@ class TrainOptions:
 
     nproc: int = attrs.field(default=0, validator=not_negative)
     """Processes to start on this machine, as torchrun would; 0: those of run.nproc."""
-
-
-@attrs.frozen
-class PluginsOptions:
-    """List the installed plugins, and which are active: those named by --plugins or FEMTO_PLUGINS."""
-
-    json: bool = False
-    """Print JSON."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,9 +86,8 @@ def run_command(words: Sequence[str]) -> int:
     toml = read_toml(Path(rest[0])) if has_toml else {}
     names = names or (_toml_plugins(toml, rest[0]) if has_toml else [])
     plugins = activate([] if name == "plugins" else names, _tracer())  # a plugin that cannot be activated is listed
-    hooks, registry = Hooks(plugins.manager), CommandRegistry(plugins.manager)
+    hooks, registry = Hooks(plugins.manager), CommandRegistry(plugins.manager, names)
     registry.add("train", "train a model (the default)", TrainOptions, partial(train, words), takes_run=True)
-    registry.add("plugins", "list installed and active plugins", PluginsOptions, partial(show_plugins, names))
     wants_help = any(word in HELP for word in rest)
     wants_overview = wants_help and not named and not has_toml
     if wants_help or name != "train":
@@ -126,9 +116,12 @@ def train(words: Sequence[str], options: TrainOptions, config: Config, plugins: 
     """Train the run that `config` describes, in this process or in as many as it asks for, started with `words`."""
     here, nproc = os.environ.get("LOCAL_WORLD_SIZE"), options.nproc or config.run.nproc
     if here is None and nproc > 1:
-        from femto_core.nproc import start_ranks
+        from femto_ops.ranks import run_ranks
 
-        return start_ranks(nproc, words)
+        code, reason = run_ranks(nproc, ["-m", "femto_core", *words])
+        if reason:
+            _report(f"{PROGRAM}: {reason}", own=True)
+        return code
     if here is not None and options.nproc and here != str(options.nproc):
         raise UserError(f"--nproc {options.nproc}: torchrun has started {here} processes here; leave --nproc out")
     quiet_libraries()
@@ -148,23 +141,6 @@ def train_run(config: Config, plugins: Plugins) -> None:
     trainer.train()
     trainer.close()
     trainer.mesh.barrier()  # `main` ends the process groups with the process
-
-
-def show_plugins(names: Sequence[str], options: PluginsOptions) -> int:
-    """Print all installed plugins; `names` are the active ones."""
-    infos = list_plugins(names)
-    if options.json:
-        print(json.dumps([attrs.asdict(info) for info in infos], indent=2))
-        return 0
-    width = max(len(info.name) for info in infos)
-    for info in infos:
-        state = "active" if info.active else "-"
-        seats = [f"seat {hook.removeprefix('femto_')}" for hook in info.seats]
-        does = ", ".join([*seats, *(f"around {hook.removeprefix('femto_')}" for hook in info.wraps)])
-        observes = ", ".join(h.removeprefix("femto_") for h in info.hooks)
-        what = "; ".join(filter(None, (does, observes))) or info.problem
-        print(f"{info.name:<{width}}  {info.distribution} {info.version}  {state:<6}  {what}")
-    return 0
 
 
 def split_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -202,7 +178,7 @@ def _refuse(name: str, registry: CommandRegistry) -> NoReturn:
         other: dict[str, Any] = {}
         with contextlib.suppress(UserError):
             manager = activate([plugin]).manager
-            Hooks(manager).call(hookspecs.femto_commands, registry=CommandRegistry(manager, other))
+            Hooks(manager).call(hookspecs.femto_commands, registry=CommandRegistry(manager, [plugin], other))
         if name in other:
             raise UserError(
                 f"{name} is a command of plugin {plugin}, which is not active: {PROGRAM} {name} --plugins {plugin}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -33,6 +33,8 @@ class CommandRegistry:
 
     manager: Any
     """pluggy's manager of the active plugins, for commands that call hooks."""
+    plugins: Sequence[str]
+    """Names given with --plugins; they are those of the active ones, except for `femto plugins`."""
     commands: dict[str, Command] = attrs.field(factory=dict)
     help_text: Callable[[Command, Config | None], str] = lambda command, _: f"femto {command.name}: {command.help}"
     """The help of a command. For `train` it also gets all settings, whose values are the defaults. A plugin sets it."""

@@ -72,8 +72,10 @@ def test_one_command_starts_the_ranks_as_torchrun_does(dataset: Path, tmp_path: 
         assert (done.code, done.err) == (0, ""), done.err
         assert "layout   dp 2" in done.out
         runs = tmp_path / "runs"
-        lines = [[json.loads(line)["loss"] for line in (runs / n / "metrics.jsonl").open()] for n in ("torchrun", name)]
-        assert lines[0] == lines[1]
+        texts = [(runs / run / "metrics.jsonl").read_text().splitlines() for run in ("torchrun", name)]
+        losses = [[json.loads(line)["loss"] for line in lines] for lines in texts]
+        assert losses[0] == losses[1]
+        assert len(losses[0]) == 4
 
 
 def test_ranks_of_one_command_fail_with_the_failing_ranks_words_alone(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_ranks_of_one_command_fail_with_the_failing_ranks_words_alone(tmp_path: 
     mistyped = started([*TINY_FLAGS, "--nproc", "2", "--train.step", "2"], tmp_path)
     assert mistyped.code == 2
     assert mistyped.err.count("\n") == 1
-    under_torchrun = femto([*TINY_FLAGS, "--nproc", "3"], tmp_path, processes=2)
+    [under_torchrun, _] = forked([*TINY_FLAGS, "--nproc", "3"], tmp_path, world(2))
     assert under_torchrun.code == 2
     assert "--nproc 3: torchrun has started 2 processes here" in under_torchrun.err
 

@@ -330,7 +330,7 @@ def test_a_refusal_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
     ("toml", "words"),
     [
         ("[train]\nsteps = 3\nstop_after = 4", "train.stop_after = 4 lies beyond train.steps = 3"),
-        ("[train]\nsteps = 20", "optim.warmup = 20 must be less than train.steps = 20"),
+        ("[train]\nsteps = 20\n[optim]\nwarmup = 20", "optim.warmup = 20 must be less than train.steps = 20"),
         ("[optim]\nbetas = [0.9, 1.0]", r"optim.betas = \(0.9, 1.0\) must lie in \[0, 1\)"),
         ("[model]\nattention = 'flash_attention_2'", "model.attention = .* .* --data.micro-batch 1 only"),
         ("plugins = 'tensorboard'", "plugins = 'tensorboard' .*: must be a list of names"),
@@ -381,7 +381,7 @@ def test_of_two_plugins_defaults_those_of_the_later_win(monkeypatch: pytest.Monk
     install(monkeypatch, one=Careful(1.0), other=Careful(2.0))
     seen: list[Config] = []
 
-    def train(options: object, config: Config, plugins: object) -> int:
+    def train(words: object, options: object, config: Config, plugins: object) -> int:
         seen.append(config)
         return 0
 

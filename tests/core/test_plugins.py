@@ -600,8 +600,8 @@ def test_the_section_of_a_blocked_built_in_plugin_goes_with_it(
     site: Site, tmp_path: Path, name: str, section: str, key: str
 ) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(f"[{section}]\n{key} = 1\n[train]\nsteps = 1")
-    assert "must be less than train.steps" in refusal(run_command, ["train", str(path)]), "it is known otherwise"
+    path.write_text(f"[{section}]\n{key} = 1\n[train]\nsteps = 1\nstop_after = 2")
+    assert "lies beyond train.steps" in refusal(run_command, ["train", str(path)]), "it is known otherwise"
     assert refusal(run_command, ["train", str(path), "--plugins", f"no:{name}"]) == (
         f"unknown section [{section}] ({path}, line 1); is its plugin active? (--plugins)"
     )
@@ -662,9 +662,11 @@ def test_names_come_from_the_flag_else_the_environment_else_the_file(
     for name in ("one", "two", "three"):
         site.install(f"@hookimpl\ndef femto_validate(config): heard.append({name!r})\nheard = []", name=name)
     path = tmp_path / "run.toml"
-    path.write_text(toml + "[train]\nsteps = 1")  # refused by the default validation, which is called last
+    path.write_text(
+        toml + "[train]\nsteps = 1\nstop_after = 2"
+    )  # refused by the default validation, which is called last
     monkeypatch.setenv("FEMTO_PLUGINS", environment)
-    assert "must be less than train.steps" in refusal(run_command, ["train", str(path), *flags])
+    assert "lies beyond train.steps" in refusal(run_command, ["train", str(path), *flags])
     heard = [name for name in ("one", "two", "three") if f"{name}_module" in sys.modules]
     assert heard == expected
     assert all(sys.modules[f"{name}_module"].heard == [name] for name in heard)
@@ -889,7 +891,7 @@ def test_a_command_of_a_plugin_that_is_not_active_names_the_plugin(site: Site) -
 def test_two_commands_of_one_name_are_refused(site: Site) -> None:
     site.install(COMMAND.format(name="train"))
     assert refusal(run_command, ["qqq", "--plugins", "zap"]) == "two plugins add a command called 'train'"
-    registry = CommandRegistry(None)
+    registry = CommandRegistry(None, [])
     registry.add("one", "", Nothing, lambda options: 0)
     assert refusal(registry.add, "one", "", Nothing, lambda options: 1) == "two plugins add a command called 'one'"
     assert registry.commands["one"].run(Nothing()) == 0

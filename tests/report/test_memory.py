@@ -138,7 +138,10 @@ def test_settings_that_a_trial_has_no_use_for_are_no_obstacle(tmp_path: Path) ->
         (["--ranks", "x"], "--ranks = 'x' (on the command line): must be a whole number"),
         (["--ranks"], "--ranks needs a value"),
         (["--ranks", "2", "--rank", "2"], "--rank 2 is none of the ranks 0 to 1"),
-        (["--model.vocab-size", "64", "--ranks", "3"], "not a multiple of 3 data-parallel ranks"),
+        (
+            ["--model.vocab-size", "64", "--data.global-batch", "16", "--ranks", "3"],
+            "not a multiple of 3 data-parallel ranks",
+        ),
     ],
 )
 def test_what_the_command_cannot_count_gets_one_sentence(words: list[str], sentence: str) -> None:
