@@ -107,7 +107,8 @@ class CheckpointStore:
     def load(self, path: Path, state: RunState, *, weights_only: bool) -> None:
         """Load the checkpoint at `path`, saved under any layout, into `state`; each rank reads only what it owns.
 
-        If the checkpoint is damaged or does not fit, raises the same `UserError` on all ranks, with weights and optimizer unchanged.
+        If the checkpoint is damaged or does not fit, raises the same `UserError` on all ranks, with weights and
+        optimizer unchanged.
         """
         checkpoint, parts, files = None, dict[str, Any](), set[str]()
         all_names = set().union(*self._mesh.gather_objects({share.layout.name for share in state.shares}))

@@ -25,7 +25,7 @@ from femto_ops.hugging_face import INDEX, SINGLE
 from tests.models import tiny_config
 
 NORM = "model.norm.weight"
-MISSING: Any = object()
+MISSING: Any = ...
 
 
 @pytest.fixture(scope="module")
