@@ -25,10 +25,9 @@ def run_ranks(nproc: int, words: Sequence[str]) -> tuple[int, str]:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say themselves what is wrong
-    known = getattr(LaunchConfig, "__dataclass_fields__", {})
-    patience: dict[str, Any] = (
-        {"shutdown_timeout": PATIENCE_S} if "shutdown_timeout" in known else {}
-    )  # not in older torch
+    patience: dict[str, Any] = {"shutdown_timeout": PATIENCE_S}
+    if "shutdown_timeout" not in getattr(LaunchConfig, "__dataclass_fields__", {}):  # older torch
+        patience = {}
     with tempfile.TemporaryDirectory() as logs:
         launch: Any = LaunchConfig(
             min_nodes=1,

@@ -38,10 +38,10 @@ def femto_commands(registry: CommandRegistry) -> None:
     memory = "count a run's peak memory by phase, for any number of ranks"
     verify = "compare a run on several processes with the same on one, number by number"
     registry.help_text = command_help
-    registry.add("hooks", "print the hook reference", HooksOptions, show_hooks)
     registry.add(
         "plugins", "list installed and active plugins", PluginsOptions, partial(show_plugins, registry.plugins)
     )
+    registry.add("hooks", "print the hook reference", HooksOptions, show_hooks)
     registry.add("memory", memory, MemoryOptions, memory_command, takes_run=True)
     registry.add("verify", verify, VerifyOptions, verify_command, takes_run=True)
 
