@@ -10,6 +10,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import timeit
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from benchmarks.overhead import measure_overhead
 from benchmarks.workload import Workload
+from femto_core.launch import pick_device
 
 ROUNDS = 3
 ALIKE = {"first_loss": 0.1, "last_loss": 0.1}
@@ -73,16 +75,31 @@ PAIRS = {
         (Entry("femto+bf16+tp+pp+tp.size=2+pp.size=2", ranks=4), Entry("torch-1f1b-tp", ranks=4)),
     ],
 }
-"""Parts of the table by name: femto, and the peer it is measured against."""
+"""Parts of the table by name: femto, and the peer it is measured against. Where bf16 is slow, all run in fp32."""
 SCALING = {"fp32": [Entry("femto", ranks=1), Entry("femto", ranks=1, batch=Workload().batch // 2)]}
 """What two ranks are compared with, twice its speed: one rank that does the whole step, or one rank's share of it."""
 
 
-def run(entry: Entry) -> dict[str, Any]:
+def cost_of_bf16(size: int = 512, repeats: int = 5) -> float:
+    """Return how long a product of bf16 matrices takes, as a multiple of the same in fp32; the best of `repeats`."""
+    times = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.ones(size, size, dtype=dtype, device=pick_device()) for _ in range(2))
+        times[dtype] = min(timeit.repeat(lambda a=a, b=b: float((a @ b)[0, 0]), number=3, repeat=repeats))  # type: ignore[misc]
+    return times[torch.bfloat16] / times[torch.float32]
+
+
+def pairs_of(name: str, narrow: str) -> list[tuple[Entry, Entry]]:
+    """Return the pairs of a part that run here; in fp32 two settings of bf16 are one."""
+    pairs = [pair for pair in PAIRS[name] if pair[1].runs_here]
+    return pairs if narrow == "bfloat16" else [pair for pair in pairs if "+bf16." not in pair[0].contender]
+
+
+def run(entry: Entry, narrow: str) -> dict[str, Any]:
     """Run one contender in processes of its own, one thread each; return what it measured."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entry.ranks)]
     done = subprocess.run(
-        [*launcher, "-m", "benchmarks.contender", entry.contender, str(entry.batch)],
+        [*launcher, "-m", "benchmarks.contender", entry.contender, str(entry.batch), narrow],
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda" if torch.cuda.is_available() else "cpu"},
         capture_output=True,
         text=True,
@@ -95,15 +112,15 @@ def run(entry: Entry) -> dict[str, Any]:
     return result
 
 
-def measure(name: str, rounds: int) -> list[str]:
+def measure(name: str, rounds: int, narrow: str) -> list[str]:
     """Run one set's contenders `rounds` times in turn; return a line of the table for each pair."""
-    pairs = [pair for pair in PAIRS[name] if pair[1].runs_here]
+    pairs = pairs_of(name, narrow)
     alone = SCALING.get(name, [])
     entries = list(dict.fromkeys(entry for pair in pairs for entry in pair)) + alone
     results: dict[Entry, list[dict[str, Any]]] = {entry: [] for entry in entries}
     for _ in range(rounds):
         for entry in entries:
-            results[entry].append(run(entry))
+            results[entry].append(run(entry, narrow))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     lines = [line(ours, theirs, results, 1) for ours, theirs in pairs]
@@ -126,8 +143,17 @@ def line(ours: Entry, theirs: Entry, results: dict[Entry, list[dict[str, Any]]],
     peer = f"{times} x {theirs}" if times > 1 else str(theirs)
     speeds = f"{middle(ours, 'tokens_per_s'):.0f} | {peer} | {middle(theirs, 'tokens_per_s'):.0f}"
     peaks = [middle(entry, "peak_mib") for entry in (ours, theirs)]
+    busy = [x["processor_ms"] / y["processor_ms"] for x, y in zip(a, b, strict=True)]
+    processor = f"{statistics.median(busy):.3f} x" if times == 1 else ""
     memory = f"{peaks[0]:.0f} : {peaks[1]:.0f} | {peaks[0] / peaks[1]:.2f} x"
-    return f"| {ours} | {speeds} | {statistics.median(ratios):.3f} x ({each}) | {memory} |"
+    return f"| {ours} | {speeds} | {statistics.median(ratios):.3f} x ({each}) | {processor} | {memory} |"
+
+
+def processor_name() -> str:
+    """Return the name of the GPU or the processor, with the instructions that decide how fast bf16 is."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.processor() or platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:
@@ -142,10 +168,26 @@ def options(words: Sequence[str]) -> argparse.Namespace:
 
 def main() -> None:
     asked = options(sys.argv[1:])
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}\n")
-    print("| femto | tokens/s | peer | tokens/s | femto : peer (each round) | peak MiB | memory |\n" + "|---" * 7 + "|")
+    torch.set_num_threads(1)
+    cost = cost_of_bf16()
+    narrow = "bfloat16" if cost <= 1 else "float32"
+    print(
+        f"{processor_name()}, {os.cpu_count()} cores, torch {torch.__version__}; a product in bf16 takes {cost:.2f} x"
+    )
+    print("the time of one in fp32" + ("" if cost <= 1 else ", so every contender called bf16 runs in fp32") + "\n")
+    titles = [
+        "femto",
+        "tokens/s",
+        "peer",
+        "tokens/s",
+        "femto : peer (each round)",
+        "processor time",
+        "peak MiB",
+        "memory",
+    ]
+    print(f"| {' | '.join(titles)} |\n" + "|---" * len(titles) + "|")
     for name in asked.parts:
-        print(*measure(name, asked.rounds), sep="\n", flush=True)
+        print(*measure(name, asked.rounds, narrow), sep="\n", flush=True)
     if "fp32" in asked.parts:
         print(f"\nkernel overhead per step against a loop written by hand: {measure_overhead():.2%}")
 

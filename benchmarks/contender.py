@@ -1,4 +1,6 @@
-"""One contender in one run: `torchrun -m benchmarks.contender NAME`; rank 0 prints a JSON line of what it measured.
+"""One contender in one run: `torchrun -m benchmarks.contender NAME [ROWS [DTYPE]]`.
+
+Rank 0 prints a JSON line of what it measured.
 
 A name of `benchmarks.peers` or `benchmarks.parallel_peers`, or femto with its plugins and settings: femto,
 femto+bf16+zero3, femto+pp+pp.schedule=zb.
@@ -31,6 +33,8 @@ PEERS = DATA_PARALLEL | MODEL_PARALLEL
 
 def femto(workload: Workload, words: list[str]) -> Callable[[], float]:
     """femto's own trainer: plugins, and settings such as pp.schedule=zb; tp and pp take all ranks unless told."""
+    if workload.narrow == "float32":
+        words = [word for word in words if word.partition(".")[0] != "bf16"]
     plugins = [word for word in words if "=" not in word]
     given = [word.partition("=") for word in words if "=" in word]
     world = dist.get_world_size()
@@ -48,21 +52,29 @@ def femto(workload: Workload, words: list[str]) -> Callable[[], float]:
 
 
 def measure(step: Callable[[], float], workload: Workload) -> dict[str, float]:
-    """Time each step between barriers; return the median's tokens per second, the peak memory, and the losses."""
-    times, losses = [], []
+    """Time each step between barriers.
+
+    Returns the median's tokens per second, the processor time of a step over all ranks (its median on each), the peak
+    memory, and the losses.
+    """
+    times, processor, losses = [], [], []
     for number in range(workload.warmup + workload.steps):
         dist.barrier()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         losses.append(step())
+        used = time.process_time() - busy
         dist.barrier()
         if number >= workload.warmup:
             times.append(time.perf_counter() - start)
+            processor.append(used)
     middle = statistics.median(times)
-    peak = torch.tensor(peak_memory_mib(pick_device()))
+    peak, used_by_all = torch.tensor(peak_memory_mib(pick_device())), torch.tensor(statistics.median(processor))
     dist.all_reduce(peak, dist.ReduceOp.MAX)
+    dist.all_reduce(used_by_all)
     return {
         "tokens_per_s": workload.batch * workload.seq / middle,
         "step_ms": middle * 1e3,
+        "processor_ms": float(used_by_all) * 1e3,
         "peak_mib": float(peak),
         "first_loss": losses[0],
         "last_loss": losses[-1],
@@ -74,6 +86,7 @@ def main() -> None:
     init_process_group(pick_device())
     name = sys.argv[1]
     workload = attrs.evolve(Workload(), batch=int(sys.argv[2])) if len(sys.argv) > 2 else Workload()
+    workload = attrs.evolve(workload, narrow=sys.argv[3]) if len(sys.argv) > 3 else workload
     step = PEERS[name](workload) if name in PEERS else femto(workload, name.split("+")[1:])
     result = measure(step, workload)
     if dist.get_rank() == 0:

@@ -124,7 +124,7 @@ def accumulated(model: Any, stream: Iterator[torch.Tensor], workload: Workload) 
 
 def dtensor_tp(workload: Workload, *, sequence: bool) -> Step:
     """torch's parallelize_module over DTensors, on all ranks."""
-    model = build(workload, torch.bfloat16)
+    model = build(workload, workload.narrow_dtype)
     cut(model, init_device_mesh(pick_device().type, (dist.get_world_size(),)), sequence=sequence)
     optimizer = MasterAdamW(model.parameters(), workload.lr)
     stream = micro_batches(workload, 0, 1)  # all ranks see the same rows
@@ -141,7 +141,7 @@ def fsdp2_tp(workload: Workload) -> Step:
     """fully_shard along the first axis of a mesh of 2 x 2 ranks, parallelize_module along the second."""
     mesh = init_device_mesh(pick_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = build(workload, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=workload.narrow_dtype, reduce_dtype=workload.narrow_dtype)
     cut(model, mesh["tp"])
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
@@ -189,13 +189,13 @@ def torch_pipeline(workload: Workload, schedule: Any, *, chunks: int = 1, other:
     beside = 2 if other else 1
     mesh = init_device_mesh(pick_device().type, (world // beside, beside), mesh_dim_names=("pp", "other"))
     rank, size = mesh.get_local_rank("pp"), world // beside
-    full = build(workload, torch.float32 if other == "fsdp" else torch.bfloat16)
+    full = build(workload, torch.float32 if other == "fsdp" else workload.narrow_dtype)
     numbers = [rank + size * chunk for chunk in range(chunks)]
     if other == "tp":
         cut(full, mesh["other"])
     parts: list[Any] = [PipelinePart(full, number, size * chunks) for number in numbers]
     if other == "fsdp":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=workload.narrow_dtype, reduce_dtype=workload.narrow_dtype)
         for module in [module for part in parts for module in (*part.layers, part)]:
             fully_shard(module, mesh=mesh["other"], mp_policy=policy, reshard_after_forward=False)
     parameters = [parameter for part in parts for parameter in part.parameters()]

@@ -85,7 +85,7 @@ def accumulate(wrapped: Any, model: Any, stream: Iterator[torch.Tensor], workloa
 
 def ddp_bf16(workload: Workload, *, wrap: bool = False) -> Step:
     """DDP with bf16 weights and fp32 masters: the recipe that a user would write by hand."""
-    model = build(workload, torch.bfloat16)
+    model = build(workload, workload.narrow_dtype)
     if wrap:
         for number, layer in enumerate(model.model.layers):
             model.model.layers[number] = checkpoint_wrapper(layer)
@@ -114,7 +114,7 @@ def fsdp2(workload: Workload) -> Step:
     """torch's fully_shard on every layer, bf16 compute and reduction, fused AdamW."""
     mesh = init_device_mesh(pick_device().type, (dist.get_world_size(),))
     model = build(workload, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=workload.narrow_dtype, reduce_dtype=workload.narrow_dtype)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -143,7 +143,7 @@ def deepspeed(workload: Workload, stage: int) -> Step:
     config = {
         "train_micro_batch_size_per_gpu": workload.batch // dist.get_world_size() // workload.accumulation,
         "gradient_accumulation_steps": workload.accumulation,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": workload.narrow == "bfloat16"},
         "zero_optimization": {"stage": stage},
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,

@@ -31,6 +31,14 @@ class Workload:
     steps: int = 12
     warmup: int = 3
     lr: float = 3e-4
+    narrow: str = "bfloat16"
+    """The dtype of what contenders compute in bf16, or float32 on a machine whose bf16 products are slower."""
+
+    @property
+    def narrow_dtype(self) -> torch.dtype:
+        """`narrow` as torch's dtype."""
+        dtype: torch.dtype = getattr(torch, self.narrow)
+        return dtype
 
     def llama(self) -> LlamaConfig:
         """Return the model's config for transformers."""

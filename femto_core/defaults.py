@@ -32,6 +32,10 @@ def femto_validate(config: Config) -> None:
         raise UserError(f"train.stop_after = {config.train.stop_after} lies beyond train.steps = {config.train.steps}")
     if config.optim.warmup >= config.train.steps:
         raise UserError(f"optim.warmup = {config.optim.warmup} must be less than train.steps = {config.train.steps}")
+    if config.optim.decay and config.optim.schedule != "wsd":
+        raise UserError(f"optim.decay = {config.optim.decay} is for --optim.schedule wsd only")
+    if (decay := config.optim.decay) > config.train.steps - config.optim.warmup:
+        raise UserError(f"optim.decay = {decay} must fit between optim.warmup and train.steps = {config.train.steps}")
     if any(not 0 <= beta < 1 for beta in config.optim.betas):
         raise UserError(f"optim.betas = {config.optim.betas} must lie in [0, 1)")
     if config.model.attention.startswith("flash") and config.data.micro_batch != 1:

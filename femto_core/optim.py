@@ -37,10 +37,12 @@ def make_adamw(shares: Sequence[ParamShare], section: OptimSection) -> torch.opt
 def make_lr_schedule(section: OptimSection, steps: int) -> LRSchedule:
     """Return transformers' schedule of that name over `steps` updates.
 
-    The schedule is evaluated one step ahead, over one step more, so that neither the first update nor the last is at 0.
+    The schedule is evaluated one step ahead, so that the first update is not at 0 and the last is at `min_ratio`. Where
+    that is 0, it goes over one step more, so that the last is not at 0 either.
     """
     warmup = section.warmup + 1
-    total = max(steps + 1, warmup + 1)
+    falls_to_zero = section.min_ratio == 0 or section.schedule == "linear"
+    total = max(steps + falls_to_zero, warmup + 1)
     decay = min(section.decay or max(1, steps // 5), total - warmup)
     shapes: dict[str, tuple[str, dict[str, float]]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": section.min_ratio}),

@@ -108,7 +108,9 @@ def activate(
     hook, or takes a seat that another plugin takes.
     """
     blocked = {name[3:] for name in names if name.startswith("no:")}
-    wanted = [name for name in dict.fromkeys(names) if not name.startswith("no:") and name not in blocked]
+    wanted = [name for name in names if not name.startswith("no:")]
+    if twice := sorted({name for name in names if names.count(name) > 1} | blocked.intersection(wanted)):
+        raise UserError(f"--plugins names {twice[0]} {'and no:' + twice[0] if twice[0] in blocked else 'twice'}")
     installed = installed_plugins()
     manager = _manager()
     if unknown := sorted(blocked - {*BUILT_IN, *installed, *wanted}):

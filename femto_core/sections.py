@@ -152,7 +152,7 @@ class DataSection:
 class OptimSection:
     """AdamW and its learning rate."""
 
-    lr: float = attrs.field(default=6e-3, validator=positive)
+    lr: float = attrs.field(default=6e-3, validator=check(lambda v: 0 < v <= 1e6, "must lie in (0, 1e6]"))
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the running mean of the gradient, and of its square."""

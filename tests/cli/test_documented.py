@@ -113,6 +113,10 @@ def train_or_command(words: Sequence[str], folder: Path, dataset: Path) -> None:
         assert rest[0] == "--nproc-per-node"
         processes = int(rest[1])
         rest = rest[rest.index("femto_core") + 1 :]
+    elif "--nproc" in rest and rest[0] != "verify":  # the same, started here so that the ranks are made small
+        position = rest.index("--nproc")
+        processes = int(rest[position + 1])
+        del rest[position : position + 2]
     is_run = not rest or rest[0].startswith("-") or rest[0].endswith(".toml")
     if len(rest) == 1 and not is_run and rest[0] not in NOTHING_TO_GIVE:
         assert rest[0] in commands()

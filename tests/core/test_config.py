@@ -331,6 +331,12 @@ def test_a_refusal_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
     [
         ("[train]\nsteps = 3\nstop_after = 4", "train.stop_after = 4 lies beyond train.steps = 3"),
         ("[train]\nsteps = 20\n[optim]\nwarmup = 20", "optim.warmup = 20 must be less than train.steps = 20"),
+        ("[optim]\ndecay = 9", "optim.decay = 9 is for --optim.schedule wsd only"),
+        (
+            "[train]\nsteps = 10\n[optim]\ndecay = 8\nwarmup = 3\nschedule = 'wsd'",
+            "optim.decay = 8 must fit between optim.warmup and train.steps = 10",
+        ),
+        ("[optim]\nlr = 1e38", r"optim.lr = 1e\+38 .*: must lie in \(0, 1e6\]"),
         ("[optim]\nbetas = [0.9, 1.0]", r"optim.betas = \(0.9, 1.0\) must lie in \[0, 1\)"),
         ("[model]\nattention = 'flash_attention_2'", "model.attention = .* .* --data.micro-batch 1 only"),
         ("plugins = 'tensorboard'", "plugins = 'tensorboard' .*: must be a list of names"),
@@ -465,7 +471,7 @@ floats = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_na
     name=texts,
     names=st.lists(texts).map(tuple),
     plugins=st.lists(texts).map(tuple),
-    lr=floats,
+    lr=st.floats(min_value=0, max_value=1e6, exclude_min=True),
     seed=st.integers(min_value=0, max_value=2**63 - 1),
     shift=st.integers(min_value=-(2**63), max_value=-1),
     weights=st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple),

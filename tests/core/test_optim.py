@@ -157,7 +157,7 @@ def test_no_update_is_at_zero_or_above_the_peak(
 
 def test_cosine_falls_along_a_half_wave_to_the_floor() -> None:
     values = factors(12, schedule="cosine", warmup=2, min_ratio=0.2)
-    wave = [0.2 + 0.8 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
+    wave = [0.2 + 0.8 * (1 + math.cos(math.pi * step / 9)) / 2 for step in range(10)]
     assert values == pytest.approx([1 / 3, 2 / 3, *wave])
 
 
@@ -170,16 +170,23 @@ def test_constant_stays_at_the_peak() -> None:
     assert factors(6, schedule="constant", warmup=2) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
 
 
-@pytest.mark.parametrize(("decay", "stable"), [(4, 6), (0, 8), (1, 9), (10, 0), (1000, 0)])
+@pytest.mark.parametrize("min_ratio", [0.01, 0.1])
+@pytest.mark.parametrize("decay", [0, 1, 3, 7])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 2), (0, 300), (1, 3), (4, 6), (4, 20)])
+@pytest.mark.parametrize("name", ["cosine", "wsd"])
+def test_the_last_update_is_at_the_floor(
+    name: ScheduleName, warmup: int, steps: int, decay: int, min_ratio: float
+) -> None:
+    values = factors(steps, schedule=name, warmup=warmup, decay=decay, min_ratio=min_ratio)
+    assert values[-1] == pytest.approx(min_ratio)
+
+
+@pytest.mark.parametrize(("decay", "stable"), [(4, 6), (0, 8), (1, 9), (10, 1), (1000, 1)])
 def test_wsd_is_stable_and_then_decays_for_as_long_as_it_is_told(decay: int, stable: int) -> None:
     values = factors(12, schedule="wsd", warmup=2, decay=decay, min_ratio=0.1)
     assert values[2 : 2 + stable] == [1.0] * stable
-    if stable < 9:
-        after = values[3 + stable :]
-        assert all(value < 1 for value in after)
-        assert all(a > b for a, b in itertools.pairwise(after))
     length = 10 - stable
-    shape = [0.1 + 0.9 * (1 + math.cos(math.pi * step / length)) / 2 for step in range(length)]
+    shape = [0.1 + 0.9 * (1 + math.cos(math.pi * step / length)) / 2 for step in range(1, length + 1)]
     assert values[2 + stable :] == pytest.approx(shape)
 
 
