@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from femto_core.hookspecs import hookimpl
 from femto_core.sections import not_negative, positive
+from femto_data.atomic import atomic_path
+from femto_report.writing import Writing, say
 
 if TYPE_CHECKING:
     from femto_core.trainer import Trainer
@@ -54,9 +58,20 @@ class Profiler:
 
     def _finish(self, trainer: Trainer) -> None:
         self._profile.stop()
+        profile, self._profile = self._profile, None
         path = trainer.run_dir / f"trace-rank-{trainer.mesh.rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its own machine
-        self._profile.export_chrome_trace(str(path))
-        self._profile = None
-        if trainer.mesh.rank == 0:
-            print(f"trace    {path} (and one for each other rank): open it in ui.perfetto.dev", flush=True)
+        with Writing().to(path):
+            path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its own machine
+            with atomic_path(path) as partial:
+                profile.export_chrome_trace(str(partial))
+                _check_whole(partial)
+            if trainer.mesh.rank == 0:
+                say(f"trace    {path} (and one for each other rank): open it in ui.perfetto.dev")
+
+
+def _check_whole(path: Path) -> None:
+    """Raise OSError where the profiler, which does not say so, could not write all of a trace."""
+    with path.open("rb") as file:
+        file.seek(-min(path.stat().st_size, 64), os.SEEK_END)
+        if not file.read().rstrip().endswith(b"}"):
+            raise OSError("the disk is full, or a file may not be so large")

@@ -11,6 +11,7 @@ import attrs
 
 from femto_core.hookspecs import hookimpl
 from femto_core.sections import positive
+from femto_report.writing import say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -45,7 +46,7 @@ class ProgressReport:
             return
         self._first_step, self._started = trainer.step, time.perf_counter()
         self._shown = trainer.skipped
-        print(headline(trainer), flush=True)
+        say(headline(trainer))
         if sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -64,7 +65,7 @@ class ProgressReport:
             self._bar.update(self._task, completed=step, description=line)
         every = trainer.config.section(LogSection).every
         if self._bar is None and (step % every == 0 or step in (self._first_step + 1, trainer.end)):
-            print(line, flush=True)
+            say(line)
         if metrics["skipped"] > self._shown:
             self._shown = int(metrics["skipped"])
             reason = "no valid target" if not metrics["tokens"] else "a gradient norm that is not finite"
@@ -96,7 +97,7 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
         else:
-            print(line, flush=True)
+            say(line)
 
 
 def headline(trainer: Trainer) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 from femto_core.sections import not_negative, positive
-from femto_report.jsonl import keep_lines
+from femto_report.jsonl import LineFile, keep_lines
+from femto_report.writing import Writing, say
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +46,7 @@ class Samples:
         self._tokenizer: Any = None
         self._prompts: list[tuple[str, list[int]]] = []
         self._end_id: int | None = None
+        self._writing = Writing()
 
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[SampleSection]]:
@@ -51,6 +55,7 @@ class Samples:
     @hookimpl
     def femto_train_begin(self, trainer: Trainer) -> None:
         path, prompts = trainer.dataset.tokenizer_path, trainer.config.section(SampleSection).prompts
+        problem = ""
         if trainer.mesh.rank == 0 and prompts and (path / "tokenizer_config.json").exists():
             from transformers import AutoTokenizer
 
@@ -58,9 +63,12 @@ class Samples:
             self._end_id = self._tokenizer.eos_token_id
             ids = [self._tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
             self._prompts = list(zip(prompts, ids, strict=True))
-            keep_lines(trainer.run_dir / FILE, trainer.step - 1)  # the samples of this step are about to come
+            self._writing = Writing()
+            problem = self._keep_samples(trainer.run_dir / FILE, trainer.step - 1)
         # Drawing takes every rank, and another machine may not have the tokenizer.
-        self._prompts, self._end_id = trainer.mesh.from_first((self._prompts, self._end_id))
+        self._prompts, self._end_id, problem = trainer.mesh.from_first((self._prompts, self._end_id, problem))
+        if problem:
+            raise UserError(problem)
         self._show(trainer, trainer.step)
 
     @hookimpl
@@ -84,9 +92,21 @@ class Samples:
             )
             if trainer.mesh.rank == 0:
                 text = self._tokenizer.decode(new)
-                print(f"sample   step {step}  {prompt!r} -> {text!r}", flush=True)
-                with (trainer.run_dir / FILE).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+                say(f"sample   step {step}  {prompt!r} -> {text!r}")
+                self._keep(trainer.run_dir / FILE, {"step": step, "prompt": prompt, "text": text})
+
+    def _keep_samples(self, path: Path, last: int) -> str:
+        """Keep the samples up to step `last`: those of the next are about to come. Return what is wrong, if anything."""
+        try:
+            with self._writing.to(path):
+                keep_lines(path, last)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    def _keep(self, path: Path, sample: dict[str, Any]) -> None:
+        with self._writing.to(path), contextlib.closing(LineFile(path)) as file:
+            file.append(sample)
 
 
 def continue_tokens(

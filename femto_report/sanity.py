@@ -7,6 +7,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 from femto_core.hookspecs import hookimpl
+from femto_report.writing import say
 
 if TYPE_CHECKING:
     from femto_core.trainer import Trainer
@@ -34,15 +35,15 @@ class SanityReport:
         if "loss" not in metrics:
             return
         if step == 1:
-            print(first_loss(trainer, metrics["loss"]), flush=True)
+            say(first_loss(trainer, metrics["loss"]))
         self._norms.append(metrics["grad_norm"])
         self._peak = metrics["peak_memory_mib"]
 
     @hookimpl
     def femto_train_end(self, trainer: Trainer) -> None:
         if self._norms:  # only rank 0 has any
-            print(gradient_norms(self._norms, trainer.config.optim.clip))
-            print(memory(trainer, self._peak), flush=True)
+            say(gradient_norms(self._norms, trainer.config.optim.clip))
+            say(memory(trainer, self._peak))
 
 
 def first_loss(trainer: Trainer, loss: float) -> str:
