@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from femto_checkpoint.compatibility import check_export
-from femto_checkpoint.files import copy_folder, write_json, write_safetensors
+from femto_checkpoint.files import WEIGHTS, copy_files, write_json, write_safetensors
 from femto_checkpoint.index import MASTER, Checkpoint
 from femto_checkpoint.options import ExportConfig
 from femto_checkpoint.writer import MODEL
@@ -37,7 +37,9 @@ def export(path: Path, config: ExportConfig, change: Change | None = None) -> li
     those of the model that config.json describes.
     """
     checkpoint = Checkpoint(path)
-    checkpoint.verify(name for name in checkpoint.index.files if name.startswith(f"{MODEL}/"))
+    listed = [name for name in checkpoint.index.files if name.startswith(f"{MODEL}/")]
+    checkpoint.verify(listed)
+    side = [name.removeprefix(f"{MODEL}/") for name in listed if not WEIGHTS.search(name)]
     saved = saved_tensors(checkpoint)
     tensors = {name: saved[f"{MASTER}/{name}"] for name in checkpoint.parameters}
     if change is not None:
@@ -49,7 +51,7 @@ def export(path: Path, config: ExportConfig, change: Change | None = None) -> li
         raise UserError(f"{config.output} lies inside the checkpoint {path}; choose another --output")
     try:
         with atomic_path(output) as partial:
-            copy_folder(path / MODEL, partial)  # the transformers config and the tokenizer
+            copy_files(path / MODEL, side, partial)  # the transformers config and the tokenizer
             _write_configs(partial, config.dtype)
             check_export(checkpoint, {name: tensor.shape for name, tensor in tensors.items()}, partial)
             files = _write(tensors, partial, config)

@@ -6,16 +6,19 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 import xxhash
 
+from femto_core.errors import UserError
 from femto_data.atomic import write_atomic
+from femto_ops.paths import outside
 
 DTYPES = {
     torch.float64: "F64",
@@ -32,6 +35,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 CHUNK = 16 * 2**20
+WEIGHTS = re.compile(r"\.(safetensors|bin|gguf|pth?)$|\.index\.json$|^adapter_")
 
 
 class FileSums(TypedDict):
@@ -98,12 +102,20 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value))
 
 
-def copy_folder(source: Path, target: Path) -> None:
-    """Copy the files below `source` to `target`, but not their modes: copies of read-only files must be writable."""
+def side_files(folder: Path) -> list[str]:
+    """Return the names of the files below `folder`, without weights, which from_pretrained would take for its own."""
+    found = (path for path in folder.rglob("*") if not path.is_dir() and not WEIGHTS.search(path.name))
+    return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
+    """Copy files below `source` to `target`, but not their modes: copies of read-only files must be writable.
+
+    Raises `UserError` for a file that lies outside `source`, by its name or by a link.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.rglob("*")):
-        copy = target / path.relative_to(source)
-        if path.is_dir():
-            copy.mkdir(exist_ok=True)
-        else:
-            shutil.copyfile(path, copy)
+    for name in names:
+        if problem := outside(source, name):
+            raise UserError(f"{source / name} is {problem}; put the file itself there")
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from femto_checkpoint.files import DTYPES, FileSums, checksum_of, write_json
 from femto_core.errors import UserError
 from femto_core.layout import Box
+from femto_ops.paths import outside
 
 FORMAT = "femto-checkpoint-3"
 INDEX = "checkpoint.json"
@@ -97,6 +98,8 @@ class Checkpoint:
             wanted, path = self.index.files.get(name), self.path / name
             if wanted is None:
                 raise DamagedError(f"{path} is not in the checkpoint's own list of files")
+            if problem := outside(self.path, name):
+                raise DamagedError(f"{path} is {problem}; put the file itself there")
             try:
                 found = checksum_of(path)
             except OSError as error:
@@ -128,10 +131,10 @@ class Checkpoint:
         common = [(piece, part) for piece in saved.pieces if (part := intersect(box, piece.box)) is not None]
         self._check_covered(name, box, sum(part.numel for _, part in common))
         if len(common) == 1:
-            return self._read_piece(*common[0])
+            return self._read_piece(*common[0], saved.dtype)
         values = torch.empty(box.sizes, dtype=TORCH_DTYPES[saved.dtype])
         for piece, part in common:
-            values[relative(part, box).slices()] = self._read_piece(piece, part)
+            values[relative(part, box).slices()] = self._read_piece(piece, part, saved.dtype)
         return values
 
     def whole(self, name: str) -> Box:
@@ -139,14 +142,20 @@ class Checkpoint:
         shape = self.index.tensors[name].shape
         return Box((0,) * len(shape), shape)
 
-    def _read_piece(self, piece: SavedBox, common: Box) -> torch.Tensor:
+    def _read_piece(self, piece: SavedBox, common: Box, dtype: str) -> torch.Tensor:
         try:
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(self.path / piece.file, framework="pt")
             file = self._open[piece.file]
+            held = file.get_slice(piece.key)
+            if (*held.get_shape(),) != piece.box.sizes or held.get_dtype() != dtype:
+                raise DamagedError(
+                    f"{self.path / piece.file} is damaged: {piece.key} is {held.get_dtype()} {held.get_shape()}, "
+                    f"but {INDEX} says {dtype} {[*piece.box.sizes]}"
+                )
             if common == piece.box:  # a tensor without dimensions has no slice
                 return file.get_tensor(piece.key)  # type: ignore[no-any-return]
-            return file.get_slice(piece.key)[relative(common, piece.box).slices()]  # type: ignore[no-any-return]
+            return held[relative(common, piece.box).slices()]  # type: ignore[no-any-return]
         except SafetensorError as error:
             raise DamagedError(f"{self.path / piece.file} cannot be read: {error}") from None
 
@@ -157,11 +166,13 @@ class Checkpoint:
 
 def read_index(path: Path) -> Index:
     """Return the index of the checkpoint at `path`. Raises `UserError` if it is missing or cannot be read."""
+    if problem := outside(path, INDEX):
+        raise DamagedError(f"{path / INDEX} is {problem}; put the file itself there")
     try:
         raw = json.loads((path / INDEX).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} is not a complete femto checkpoint: {INDEX}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path / INDEX} is damaged: {error}") from None
     found = raw.get("format") if isinstance(raw, dict) else None
     if found != FORMAT:
@@ -169,9 +180,22 @@ def read_index(path: Path) -> Index:
     if raw.pop("xxh3", None) != _checksum(raw):
         raise DamagedError(f"{path / INDEX} is damaged: its checksum differs from the saved one")
     try:
-        return cattrs.structure(raw, Index)
-    except (cattrs.BaseValidationError, KeyError, TypeError, ValueError) as error:
+        index = cattrs.structure(raw, Index)
+    except (cattrs.BaseValidationError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedError(f"{path / INDEX} is damaged: {type(error).__name__}") from None
+    for name, tensor in index.tensors.items():
+        if tensor.dtype not in TORCH_DTYPES:
+            raise DamagedError(f"{path / INDEX} is damaged: {name} has the unknown dtype {tensor.dtype!r}")
+        if not all(_fits(piece.box, tensor.shape) for piece in tensor.pieces):
+            raise DamagedError(f"{path / INDEX} is damaged: a piece of {name} lies outside its shape {tensor.shape}")
+    return index
+
+
+def _fits(box: Box, shape: tuple[int, ...]) -> bool:
+    same = len(box.offsets) == len(box.sizes) == len(shape)
+    return same and all(
+        0 <= start <= start + size <= most for start, size, most in zip(box.offsets, box.sizes, shape, strict=True)
+    )
 
 
 def write_index(folder: Path, index: Index) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import secrets
 import sys
 from collections.abc import Callable
@@ -108,7 +107,7 @@ class CheckpointStore:
     def load(self, path: Path, state: RunState, *, weights_only: bool) -> None:
         """Load the checkpoint at `path`, saved under any layout, into `state`; each rank reads only what it owns.
 
-        If the checkpoint is damaged or does not fit, raises the same `UserError` on all ranks, with `state` unchanged.
+        If the checkpoint is damaged or does not fit, raises the same `UserError` on all ranks, with weights and optimizer unchanged.
         """
         checkpoint, parts, files = None, dict[str, Any](), set[str]()
         all_names = set().union(*self._mesh.gather_objects({share.layout.name for share in state.shares}))
@@ -133,11 +132,12 @@ class CheckpointStore:
         except UserError as error:
             problem = error
         self._agree(problem, path, files)
+        if not weights_only:
+            problem = self._load_parts(checkpoint, state, parts)
+            self._agree(problem, path, files)
         index = checkpoint.index
         restore(state, checkpoint.read, {} if weights_only else kept_fields(checkpoint), index.scalars)
         if not weights_only:
-            for name, part in self._wanted_parts(checkpoint, state).items():
-                part.load_state_dict(parts[name])
             self._say_what_is_left(checkpoint, state, parts)
 
     def latest(self, folder: Path) -> Path | None:
@@ -180,13 +180,24 @@ class CheckpointStore:
             # weights_only=True builds plain values and tensors, and never runs code from the file.
             parts = torch.load(checkpoint.path / file, map_location="cpu", weights_only=True)
             missing = [name for name in self._wanted_parts(checkpoint, state) if name not in parts]
-        except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
             raise DamagedError(f"{checkpoint.path / file} cannot be read: {type(error).__name__}") from None
         if missing:
             raise UserError(
                 f"{checkpoint.path} has no part {missing[0]!r}: it was saved without the plugin that keeps that part"
             )
         return dict(parts)
+
+    def _load_parts(self, checkpoint: Checkpoint, state: RunState, parts: dict[str, Any]) -> UserError | None:
+        """Load this rank's parts; return what is wrong with the first that does not take what was saved."""
+        for name, part in self._wanted_parts(checkpoint, state).items():
+            try:
+                part.load_state_dict(parts[name])
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+                file = checkpoint.path / f"rank-{self._parts_rank(checkpoint):05}.pt"
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                return DamagedError(f"{file}: the part {name!r} cannot be taken over ({reason})")
+        return None
 
     def _say_what_is_left(self, checkpoint: Checkpoint, state: RunState, parts: dict[str, Any]) -> None:
         left = [name for name in parts if name not in {**state.parts, **state.rank_parts}]

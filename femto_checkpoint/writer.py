@@ -21,7 +21,7 @@ import attrs
 import cattrs
 import torch
 
-from femto_checkpoint.files import FileSums, checksum_of, copy_folder, write_json, write_safetensors
+from femto_checkpoint.files import FileSums, checksum_of, copy_files, side_files, write_json, write_safetensors
 from femto_checkpoint.folder import PARTIAL, REPLACED, latest_checkpoint, record, rotate
 from femto_checkpoint.index import FORMAT, Index, SavedTensor, Scalar, write_index
 from femto_checkpoint.snapshot import Snapshot, merge, merge_scalars
@@ -158,7 +158,7 @@ class Writer:
     def _write_model(self) -> dict[str, FileSums]:
         folder = self.partial / MODEL
         if self.state.tokenizer_path.is_dir():
-            copy_folder(self.state.tokenizer_path, folder)
+            copy_files(self.state.tokenizer_path, side_files(self.state.tokenizer_path), folder)
         self.state.model_config.save_pretrained(
             folder
         )  # last, since the tokenizer's folder may have another config.json

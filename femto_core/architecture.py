@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+import attrs
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from femto_core.errors import UserError
 from femto_core.model import FullModel, Head
 from femto_core.sections import ModelSection
 from femto_core.weights import RandomWeights, SafetensorsWeights, WeightSource
 from femto_ops.fused import replace_with_fused
+from femto_ops.hugging_face import CONFIG, ModelError, build_causal_lm, check_sizes, read_config
 from femto_ops.probes import changes_logits
 
 ANATOMY = ("embed_tokens", "layers", "norm", "rotary_emb")
@@ -27,13 +28,11 @@ def build_model(section: ModelSection, seed: int) -> FullModel:
     """
     config = read_model_config(section)
     config.use_cache = False
-    make: Any = AutoModelForCausalLM.from_config
+    where = f"{Path(section.path) / CONFIG}: " if section.path else "model."
     try:
-        with torch.device("meta"):
-            module = make(config, attn_implementation=section.attention, dtype=torch.float32)
-    except (ValueError, ImportError) as error:
-        reason, of = str(error).partition("\n")[0], section.path or section.family
-        raise UserError(f"transformers cannot build a causal language model of {of}: {reason}") from None
+        module = build_causal_lm(config, where, attn_implementation=section.attention, dtype=torch.float32)
+    except ModelError as error:
+        raise UserError(str(error)) from None
     body = getattr(module, "model", None)
     missing = [part for part in ANATOMY if not hasattr(body, part)]
     if missing or not isinstance(getattr(module, "lm_head", None), nn.Linear):
@@ -46,13 +45,13 @@ def build_model(section: ModelSection, seed: int) -> FullModel:
             f"{type(module).__name__} does more with its logits than hidden states times a matrix (a bias, a scale, a "
             "cap), which femto's loss would leave out; this architecture is not supported"
         )
-    module.lm_head = _head(module.lm_head)
-    replace_with_fused(module)
     weights: WeightSource
     if section.path and section.weights == "load":
         weights = SafetensorsWeights(Path(section.path), module)
     else:
         weights = RandomWeights(module, seed)
+    module.lm_head = _head(module.lm_head)
+    replace_with_fused(module)
     return FullModel(module, weights)
 
 
@@ -72,15 +71,19 @@ def _head(linear: nn.Linear) -> Head:
 
 def _load_config(section: ModelSection) -> PretrainedConfig:
     path = Path(section.path)
-    if not (path / "config.json").is_file():
+    if not (path / CONFIG).is_file():
         raise UserError(f"model.path = {section.path!r} is not a Hugging Face model directory: it has no config.json")
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path / 'config.json'} cannot be read: {error}") from None
+        return read_config(path)
+    except ModelError as error:
+        raise UserError(str(error)) from None
 
 
 def _make_config(section: ModelSection) -> PretrainedConfig:
+    try:
+        check_sizes({**attrs.asdict(section), "intermediate_size": section.intermediate_size or 1}, "model.")
+    except ModelError as error:
+        raise UserError(str(error)) from None
     if section.hidden_size % section.heads or (section.hidden_size // section.heads) % 2:
         raise UserError(
             f"model.heads = {section.heads} must cut model.hidden_size = {section.hidden_size} into heads of even width"

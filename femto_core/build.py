@@ -32,6 +32,9 @@ from femto_core.schedule import Schedule
 from femto_core.sharding import ShardingStrategy
 from femto_core.trainer import KERNEL_PARTS, Trainer
 from femto_core.weights import WeightSource
+from femto_ops.fitting import fit
+from femto_ops.hugging_face import largest_parameter, largest_size
+from femto_ops.memory import free_memory, gib
 
 LARGEST_DEFAULT_MICRO_BATCH = 8
 
@@ -70,6 +73,7 @@ def build_stage(config: Config, hooks: Hooks, mesh: Mesh, *, model: FullModel, t
         stage.set_layer(name, layer)
     precision = hooks.seat(specs.femto_precision, config=config, mesh=mesh)
     sharding = hooks.seat(specs.femto_sharding, config=config, mesh=mesh)
+    check_memory(stage, precision, mesh)
     shares = sharding.allocate(stage, precision)
     load_weights(shares, model.weights)
     precision.sync_weights(shares)
@@ -100,6 +104,8 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
     config = fill_vocab_size(config, dataset)
     model = hooks.seat(specs.femto_model, config=config)
     check_vocabulary(dataset, model.config.vocab_size)
+    if problem := fit(model.module, config.data.seq_len, getattr(torch, config.train.dtype)):
+        raise UserError(problem)
     hooks.call(specs.femto_transform_model, model=model, config=config)
     built = build_stage(config, hooks, mesh, model=model, trainable=True)
     trained = [share for share in built.shares if share.trainable]
@@ -211,6 +217,17 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
         )
 
 
+def check_memory(stage: Stage, precision: Precision, mesh: Mesh) -> None:
+    """Refuse a stage whose weights alone do not fit, even where all ranks of the world share them."""
+    needed = sum(p.numel() * precision.dtype_of(name, stage).itemsize for name, p in stage.named_parameters())
+    if needed / mesh.world_size > (free := free_memory(mesh.device)):
+        size, [largest, _] = largest_size(stage.config.to_dict(), stage.module), largest_parameter(stage.module)
+        raise UserError(
+            f"the model's weights need {gib(needed)}, and {gib(free)} are free on each of {mesh.world_size} ranks: "
+            f"{largest}, of {size}; choose a smaller model, or more ranks"
+        )
+
+
 def equally_many(groups: Sequence[Sequence[ParamShare]], mesh: Mesh) -> list[Sequence[ParamShare]]:
     """Return `groups`, padded with empty groups so that every rank of the world has equally many."""
     most = max(mesh.gather_objects(len(groups)))
@@ -237,6 +254,11 @@ def resume(trainer: Trainer) -> None:
     if section.resume == "auto":
         # Rank 0 looks for all ranks, because another rank's view of a shared disk may be older.
         path = trainer.mesh.from_first(trainer.checkpointer.latest(trainer.run_dir / "checkpoints"))
+        if path is None and section.weights_only:
+            raise UserError(
+                f"checkpoint.weights_only: {trainer.run_dir} has no checkpoint to take weights from; set "
+                "--checkpoint.resume PATH"
+            )
     else:
         path = Path(section.resume)
         if not path.is_dir():

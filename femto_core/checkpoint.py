@@ -75,6 +75,8 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.names:
+            if type(state[name]) is not int or state[name] < 0:
+                raise ValueError(f"{name} = {state[name]!r} must be a whole number from 0")
             setattr(self.owner, name, state[name])
 
 

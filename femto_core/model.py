@@ -268,8 +268,8 @@ class Stage:
                 continue
             if not hasattr(module, "inv_freq"):
                 raise UserError(
-                    f"{name} ({type(module).__name__}) has buffers {', '.join(module._buffers)}, which no checkpoint "
-                    "holds and which femto cannot compute; this architecture is not supported"
+                    f"{name} ({type(module).__name__}) has buffers {', '.join(module._buffers)}, which femto "
+                    "neither loads nor computes; this architecture is not supported"
                 )
             fresh = type(module)(config=module.config)
             for key, buffer in fresh._buffers.items():

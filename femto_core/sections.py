@@ -93,7 +93,7 @@ class ModelSection:
     """Number of attention heads."""
     kv_heads: int = attrs.field(default=2, validator=positive)
     """Number of key/value heads; divides the attention heads."""
-    vocab_size: int = attrs.field(default=0, validator=not_negative)
+    vocab_size: int = attrs.field(default=0, validator=check(lambda v: 0 <= v < 2**31, "must lie in [0, 2^31)"))
     """Rows of the embedding; 0: the vocabulary of the data's tokenizer."""
     tied: bool = True
     """Share one matrix between the embedding and the head."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +12,11 @@ from safetensors import SafetensorError, safe_open
 
 from femto_core.errors import UserError, suggest
 from femto_core.layout import Box
+from femto_ops.hugging_face import ModelError, weight_files
+from femto_ops.initial_weights import InitialWeights
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+PLAIN = ("F64", "F32", "BF16", "F16")
+"""Dtypes whose numbers are the weights themselves, in safetensors' spelling."""
 
 
 class WeightSource(Protocol):
@@ -35,24 +33,20 @@ class RandomWeights:
     """
 
     def __init__(self, model: Any, seed: int) -> None:
-        """Remember each module of the full `model` (on the meta device) that has parameters of its own."""
-        self._seed = seed
-        self._initialize = model._init_weights
-        self._owners = {
-            f"{name}.{key}": (name, copy.deepcopy(module), key)
-            for name, module in model.named_modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        }
+        """Take the full `model`, as transformers builds it on the meta device.
+
+        Raises `UserError` with the name of a parameter that no module initialises.
+        """
+        try:
+            self._initial = InitialWeights(model, seed)
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
     def read(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
-        module_name, module, key = self._owners[name]
-        digest = hashlib.sha256(f"{self._seed}:{module_name}".encode()).digest()
-        real = copy.deepcopy(module).to_empty(device="cpu")
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(int.from_bytes(digest[:8], "little"))
-            self._initialize(real)
-        whole: torch.Tensor = getattr(real, key).detach()
+        try:
+            whole = self._initial.read(name)
+        except ValueError as error:
+            raise UserError(str(error)) from None
         return [whole[box.slices()] for box in boxes]
 
 
@@ -62,11 +56,14 @@ class SafetensorsWeights:
     def __init__(self, directory: Path, model: Any) -> None:
         """Check that the files hold exactly the parameters of `model`, in its shapes; no values are read yet.
 
-        Raises `UserError` with the file or the key, where there are no weights, a shard is absent or truncated, or a
-        parameter is missing, unexpected, or of another shape.
+        Raises `UserError` with the file or the key, where there are no weights, a shard is absent, truncated or outside
+        the directory, or a parameter is missing, unexpected, quantised, or of another shape.
         """
         self._directory = directory
-        self._files = {name: self._open(name) for name in self._file_names()}
+        try:
+            self._files = {name: self._open(name) for name in weight_files(directory)}
+        except ModelError as error:
+            raise UserError(str(error)) from None
         self._where: dict[str, str] = {}
         for name, file in self._files.items():
             for key in file.keys():  # noqa: SIM118 - no dict
@@ -78,24 +75,6 @@ class SafetensorsWeights:
     def read(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
         values = self._files[self._where[name]].get_slice(name)
         return [values[box.slices()] for box in boxes]
-
-    def _file_names(self) -> list[str]:
-        if (self._directory / INDEX).is_file():
-            try:
-                weight_map = json.loads((self._directory / INDEX).read_text())["weight_map"]
-                names = sorted({os.fspath(name) for name in weight_map.values()})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{self._directory / INDEX} is damaged: {error!r}") from None
-            absent = [name for name in names if not (self._directory / name).is_file()]
-            if absent:
-                raise UserError(f"{self._directory / INDEX} names {absent[0]}, which is not there")
-            return names
-        if (self._directory / SINGLE).is_file():
-            return [SINGLE]
-        raise UserError(
-            f"{self._directory} has no weights ({SINGLE} or {INDEX}); to start from random weights with its "
-            "config.json, set --model.weights random"
-        )
 
     def _open(self, name: str) -> Any:
         try:
@@ -124,8 +103,13 @@ class SafetensorsWeights:
                 f"{self._directory} holds {len(extra)} tensors the model does not have, the first {extra[0]}"
             )
         for name in [*wanted, *sorted(aliases & set(self._where))]:
-            found = tuple(self._files[self._where[name]].get_slice(name).get_shape())
-            asked = tuple(model.get_parameter(name).shape)
+            saved, file = self._files[self._where[name]].get_slice(name), self._directory / self._where[name]
+            if (dtype := saved.get_dtype()) not in PLAIN:
+                raise UserError(
+                    f"{file}: {name} is {dtype}, quantised, and its numbers mean nothing without their scales; use the "
+                    "model's weights in BF16, F16 or F32"
+                )
+            found, asked = tuple(saved.get_shape()), tuple(model.get_parameter(name).shape)
             if found != asked:
                 raise UserError(f"{self._directory}: {name} has shape {found}, but config.json asks for {asked}")
         for alias in sorted(aliases & set(self._where)):

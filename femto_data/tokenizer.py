@@ -85,8 +85,9 @@ def train_tokenizer(sample: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # No sample has more merges than characters; the library reserves memory for as many tokens as it is asked for.
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=min(vocab_size, _SAMPLE), special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(iter(sample), trainer)
     # With clean-up, decoding would drop spaces before punctuation.

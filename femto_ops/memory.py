@@ -7,8 +7,11 @@ without temporaries inside kernels. On a GPU, torch's allocator reports them.
 from __future__ import annotations
 
 import contextlib
+import re
+import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -91,3 +94,19 @@ def counting(device: torch.device) -> Iterator[ByteCounter]:
         return
     with LiveBytes(device) as counter:
         yield counter
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that `device` can still give; for a CPU, of memory without swap, where the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else sys.maxsize
+
+
+def gib(size: float) -> str:
+    """Return `size` in bytes as text, in GiB."""
+    return f"{size / 2**30:,.1f} GiB"

@@ -24,7 +24,8 @@ from femto_core.loss import ChunkedStatistics, CrossEntropy
 from femto_core.mesh import Mesh
 from femto_core.model import FullModel, Stage
 from femto_core.sections import ModelSection
-from femto_core.weights import INDEX, SINGLE, RandomWeights, SafetensorsWeights
+from femto_core.weights import RandomWeights, SafetensorsWeights
+from femto_ops.hugging_face import INDEX, SINGLE
 from femto_tools.testing import TINY, RandomRows, RandomTask, stack_batches
 from tests.models import tiny_config
 
