@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 from femto_core.sections import not_negative, positive
-from femto_data.atomic import atomic_path
-from femto_report.writing import Writing, say
+from femto_data.atomic import atomic_path, remove
+from femto_report.writing import Writing, say, warn
 
 if TYPE_CHECKING:
+    from femto_core.config import Config
     from femto_core.trainer import Trainer
 
 
@@ -36,6 +38,21 @@ class Profiler:
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[ProfileSection]]:
         return "profile", ProfileSection
+
+    @hookimpl
+    def femto_validate(self, config: Config) -> None:
+        first, steps = config.section(ProfileSection).step, config.train.steps
+        if first > (config.train.stop_after or steps):
+            limit = "train.stop_after" if config.train.stop_after else "train.steps"
+            raise UserError(
+                f"profile.step = {first} lies beyond {limit} = {config.train.stop_after or steps}: no trace"
+            )
+
+    @hookimpl
+    def femto_train_begin(self, trainer: Trainer) -> None:
+        first = trainer.config.section(ProfileSection).step
+        if 0 < first <= trainer.step and trainer.mesh.rank == 0:
+            warn(f"profile.step = {first}: the run goes on at step {trainer.step + 1}, so nothing is traced")
 
     @hookimpl
     def femto_step_begin(self, trainer: Trainer, step: int) -> None:
@@ -71,7 +88,11 @@ class Profiler:
 
 def _check_whole(path: Path) -> None:
     """Raise OSError where the profiler, which does not say so, could not write all of a trace."""
-    with path.open("rb") as file:
-        file.seek(-min(path.stat().st_size, 64), os.SEEK_END)
-        if not file.read().rstrip().endswith(b"}"):
-            raise OSError("the disk is full, or a file may not be so large")
+    remove(path.with_name(f"{path.name}.tmp"))  # where the profiler begins, and what it leaves there
+    content = b""
+    if path.exists():
+        with path.open("rb") as file:
+            file.seek(-min(path.stat().st_size, 64), os.SEEK_END)
+            content = file.read()
+    if not content.rstrip().endswith(b"}"):
+        raise OSError("the disk is full, or a file may not be so large")

@@ -37,7 +37,7 @@ class Recorder:
             raise UserError(problem)
 
     def _begin(self, trainer: Trainer) -> str:
-        """Write the records of a beginning, and open metrics.jsonl; return what is wrong with the folder, if anything."""
+        """Write the records of a beginning, and open metrics.jsonl; return what is wrong with the folder, if so."""
         import tomli_w
 
         self._folder, self._writing = trainer.run_dir, Writing()
@@ -110,8 +110,7 @@ def plot_loss(folder: Path) -> None:
     from matplotlib.figure import Figure
 
     lines = read_lines(folder / "metrics.jsonl")
-    train = [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
-    held_out = [(line["step"], line["held_out_loss"]) for line in lines if line.get("held_out_loss") is not None]
+    train, held_out = points(lines, "loss"), points(lines, "held_out_loss")
     if not train:
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -127,6 +126,11 @@ def plot_loss(folder: Path) -> None:
     axes.legend(frameon=False)
     with open_atomic(folder / "loss.png") as file:
         figure.savefig(file, format="png", dpi=120)
+
+
+def points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return the steps and values of metric `name`, without those that are no number."""
+    return [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
 
 
 def running_mean(values: Sequence[float]) -> list[float]:

@@ -96,7 +96,7 @@ class Samples:
                 self._keep(trainer.run_dir / FILE, {"step": step, "prompt": prompt, "text": text})
 
     def _keep_samples(self, path: Path, last: int) -> str:
-        """Keep the samples up to step `last`: those of the next are about to come. Return what is wrong, if anything."""
+        """Keep the samples up to step `last`: those of the next are about to come. Return what is wrong, if so."""
         try:
             with self._writing.to(path):
                 keep_lines(path, last)

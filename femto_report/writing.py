@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from femto_core.errors import UserError
+from femto_ops.streams import drop_output
 
 
 class Writing:
@@ -50,8 +50,8 @@ def say(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         raise
-    except (OSError, UserError) as error:
-        warn(f"{error}; training goes on without it")
+    except OSError as error:
+        warn(f"{drop_output(error)}; training goes on without it")
 
 
 def check_places(folder: Path, files: tuple[str, ...], folders: tuple[str, ...]) -> str:

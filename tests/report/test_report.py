@@ -52,7 +52,9 @@ def fake_trainer(
     )
     return SimpleNamespace(
         config=config,
-        mesh=SimpleNamespace(rank=rank, device=torch.device("cpu"), row_axes=("dp",), size=lambda *_: 1),
+        mesh=SimpleNamespace(
+            rank=rank, device=torch.device("cpu"), row_axes=("dp",), size=lambda *_: 1, from_first=lambda value: value
+        ),
         stage=SimpleNamespace(config=SimpleNamespace(vocab_size=1000, model_type="llama")),
         loader=SimpleNamespace(accumulation=1),
         dataset=range(9),
