@@ -77,7 +77,7 @@ class Mesh:
         )
         self._timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         for axis in self.axes:
-            if self._timeout:
+            if self._timeout and dist.get_backend() != "fake":
                 self._mesh.get_group(axis.name).set_timeout(self._timeout)
         # Building a group takes the whole world, so joint groups are built here, not when only some ranks ask for them.
         long = [axis.name for axis in self.axes if axis.size > 1]
