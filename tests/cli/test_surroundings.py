@@ -329,7 +329,7 @@ def test_a_run_that_is_alive_is_called_so_with_its_process(tmp_path: Path, monke
 
 
 @pytest.mark.skipif(not shutil.which("tmux"), reason="needs tmux")
-@pytest.mark.parametrize(("columns", "bar"), [(80, False), (120, False), (160, True)])
+@pytest.mark.parametrize(("columns", "bar"), [(80, False), (120, True)])
 def test_a_terminal_shows_what_matters_on_one_line(columns: int, bar: bool, dataset: Path, tmp_path: Path) -> None:
     words = [*TINY_FLAGS, "--data.path", str(dataset), "--sample.prompts"]
     tmux = ["tmux", "-L", f"femto-{os.getpid()}-{columns}", "-f", "/dev/null"]

@@ -277,7 +277,7 @@ def test_a_live_line_fits_the_terminal_and_keeps_what_matters_first(width: int) 
         (79, "step   123/450  loss 2.5000  lr 1.00e-03  12,345 tok/s  1,234 MiB  1:02:03 left"),
         (60, "step   123/450  loss 2.5000  12,345 tok/s  1:02:03 left"),
         (119, FULL),
-        (130, f"[###..........]  {FULL}"),
+        (130, f"[#####...............]  {FULL}"),
     ],
 )
 def test_a_bar_comes_where_there_is_room_and_the_time_left_once(width: int, line: str) -> None:
