@@ -35,7 +35,7 @@ from femto_ops.streams import flush_output, prepare_output
 PROGRAM = "femto"
 HELP = ("-h", "--help")
 ANOTHER_RANK_LEFT = (
-    *("gloo/transport", "closed by peer", "reset by peer", "Socket Timeout"),
+    *("gloo/transport", "closed by peer", "reset by peer", "Socket Timeout", "Broken pipe"),
     *("DistBackendError", "DistNetworkError", "DistStoreError"),
 )
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = request.code if isinstance(request.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - every rank must end, whatever happened
         code = flush_output() if isinstance(error, OSError) else 0
-        if any(sign in repr(error) for sign in ANOTHER_RANK_LEFT):
+        if not code and any(sign in repr(error) for sign in ANOTHER_RANK_LEFT):
             _report(f"{PROGRAM}: rank {_rank()} lost contact with another rank, whose own message says why", own=True)
         elif not code:
             _report(traceback.format_exc(), own=False)

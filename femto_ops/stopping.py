@@ -45,6 +45,7 @@ class StopRequests:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._undo.close()
+        self._request, self._over = lambda: None, lambda: True
 
     def pass_to(self, request: Callable[[], None], *, is_over: Callable[[], bool]) -> None:
         """Call `request`, in another thread, where the process is asked to stop.
