@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
@@ -59,9 +60,10 @@ def _take(folder: Path, lock: BaseFileLock) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=LOCK_S)
-        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        with contextlib.suppress(OSError):  # on a full disk
+            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
     except Timeout:
-        who = owner.read_text(encoding="utf-8", errors="replace") if owner.exists() else "another process"
+        who = (owner.exists() and owner.read_text(encoding="utf-8", errors="replace")) or "another process"
         return f"{folder} is in use: {who} is training there now; wait for it, or choose another --run.name"
     except OSError as error:
         return f"run.dir: {folder} cannot be written: {error}"
