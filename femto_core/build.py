@@ -33,6 +33,7 @@ from femto_core.sections import largest_divisor
 from femto_core.sharding import ShardingStrategy
 from femto_core.trainer import KERNEL_PARTS, Trainer
 from femto_core.weights import WeightSource
+from femto_ops.differences import first_difference
 from femto_ops.fitting import fit
 from femto_ops.hugging_face import largest_parameter, largest_size
 from femto_ops.memory import free_memory, gib
@@ -88,7 +89,7 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
     """Build everything that `config` and the active plugins describe; called by every rank of the process group."""
     hooks = Hooks(plugins.manager)
     axes = [axis for some in hooks.collect(specs.femto_mesh_axes, config=config) for axis in some]
-    mesh = Mesh(axes, launch.pick_device())
+    mesh = Mesh(axes, launch.pick_device(), config.train.timeout)
     check_equal_everywhere(mesh, config, plugins)
     set_up_torch(config, mesh)
     run_dir, lock = make_run_folder(config, mesh)
@@ -169,11 +170,10 @@ def check_equal_everywhere(mesh: Mesh, config: Config, plugins: Plugins) -> None
     for rank, other in enumerate(others, start=1):
         for what in ("plugins", "config"):
             if other[what] != first[what]:
-                keys = sorted({*first[what], *other[what]})
-                key = next(k for k in keys if first[what].get(k) != other[what].get(k))
+                key, there, here = first_difference(other[what], first[what])
                 raise UserError(
-                    f"rank {rank} differs from rank 0 in {what}: {key} is {other[what].get(key)!r} there and "
-                    f"{first[what].get(key)!r} on rank 0; install and start the same on every machine"
+                    f"rank {rank} differs from rank 0 in {what}: {key} is {there!r} there and {here!r} on rank 0; "
+                    "install and start the same on every machine"
                 )
 
 

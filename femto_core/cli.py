@@ -29,10 +29,15 @@ from femto_core.hooks import Hooks
 from femto_core.plugins import Plugins, activate, installed_plugins
 from femto_core.sections import not_negative
 from femto_core.toml_file import read_toml
+from femto_ops.stopping import StopRequests
+from femto_ops.streams import flush_output, prepare_output
 
 PROGRAM = "femto"
 HELP = ("-h", "--help")
-ANOTHER_RANK_LEFT = ("gloo/transport", "closed by peer", "reset by peer", "Socket Timeout", "Broken pipe")
+ANOTHER_RANK_LEFT = (
+    *("gloo/transport", "closed by peer", "reset by peer", "Socket Timeout", "Broken pipe"),
+    *("DistBackendError", "DistNetworkError", "DistStoreError"),
+)
 
 
 @attrs.frozen
@@ -47,25 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and end the process: exit code 0 if it is done, 2 for a `UserError`, 1 for a defect."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if problem := prepare_output():
+            raise UserError(problem)
         code = run_command(words)
     except UserError as error:
         code = 2
         _report(f"{PROGRAM}: {error}", own=False)
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # the reader of the output (head, less) has seen enough
-        code = 141
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher passes on what a terminal has sent to all processes
+        _report(f"{PROGRAM}: interrupted", own=False)
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - every rank must end, whatever happened
-        code = 1
-        if any(sign in str(error) for sign in ANOTHER_RANK_LEFT):
+        code = flush_output() if isinstance(error, OSError) else 0
+        if not code and any(sign in repr(error) for sign in ANOTHER_RANK_LEFT):
             _report(f"{PROGRAM}: rank {_rank()} lost contact with another rank, whose own message says why", own=True)
-        else:
-            _report(f"[rank {_rank()}] {traceback.format_exc()}", own=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        elif not code:
+            _report(traceback.format_exc(), own=False)
+        code = code or 1
+    code = code or flush_output()
     # If process groups exist, the interpreter's own exit may abort, or wait for ever for ranks that are gone.
     if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
         if not code:
@@ -132,15 +138,15 @@ def train(words: Sequence[str], options: TrainOptions, config: Config, plugins: 
 def train_run(config: Config, plugins: Plugins) -> None:
     """Join the other ranks, build the trainer, train, and close it."""
     from femto_core.build import build_trainer  # torch takes a second to load
-    from femto_core.launch import init_process_group, pick_device
+    from femto_core.launch import init_process_group, is_launched, pick_device
 
-    init_process_group(pick_device())
-    trainer = build_trainer(config, plugins)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: trainer.request_stop())
-    trainer.train()
-    trainer.close()
-    trainer.mesh.barrier()  # `main` ends the process groups with the process
+    with StopRequests(launched=is_launched()) as requests:
+        init_process_group(pick_device(), config.train.timeout)
+        trainer = build_trainer(config, plugins)
+        requests.pass_to(trainer.request_stop, is_over=lambda: trainer.finished)
+        trainer.train()
+        trainer.close()
+        trainer.mesh.barrier()  # `main` ends the process groups with the process
 
 
 def split_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -193,13 +199,13 @@ def _tracer() -> Callable[[str], None] | None:
     return lambda line: print(f"[rank {_rank()}] hook {line}", file=sys.stderr, flush=True)
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
 
 
 def _report(message: str, *, own: bool) -> None:
     """Print `message` to standard error. Rank 0 prints for all ranks, unless the message is this rank's `own`."""
-    if not own and _rank():
+    if not own and _rank() != "0":
         time.sleep(2)  # if rank 0 has the same message, it has printed it and ended the run by now
         message = f"[rank {_rank()}] {message}"
     print(message, file=sys.stderr, flush=True)

@@ -1,31 +1,40 @@
 """How a process joins the others: its rank, its device, and the process group of the whole world.
 
-Besides the command line, this is the only file that reads the environment: torchrun's RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE and TORCHELASTIC_RESTART_COUNT; and, through torch's rendezvous, MASTER_ADDR and MASTER_PORT.
+Besides the command line, this is the only file that reads the environment: torchrun's LOCAL_RANK, LOCAL_WORLD_SIZE and
+TORCHELASTIC_RUN_ID, and what `femto_ops.meeting.read_place` looks up in it.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from femto_core.errors import UserError
 from femto_ops.collectives import c10d
+from femto_ops.meeting import meet, read_number, read_place
+
+TIMEOUT_S = 1800.0
+"""How long a rank waits for the others where no setting says so."""
 
 
 def local_rank() -> int:
     """Return this process's number among the processes on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _read("LOCAL_RANK", "0", 0)
 
 
 def local_world_size() -> int:
     """Return how many processes of the run share this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _read("LOCAL_WORLD_SIZE", "1", 1)
+
+
+def is_launched() -> bool:
+    """Return whether torch's elastic launcher, which ends with its ranks, is this process's parent."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def share_machine(processes: int) -> None:
@@ -47,28 +56,31 @@ def pick_device() -> torch.device:
     return device
 
 
-def init_process_group(device: torch.device) -> None:
+def init_process_group(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
     """Join the world that torchrun describes in the environment; without torchrun, form a world of one process.
 
-    A world of one is a process group like any other, so that no caller asks whether a process group exists.
+    A world of one is a process group like any other, so that no caller asks whether a process group exists. Raises
+    `UserError` where the environment is wrong, the port is in use, or a rank is missing after `timeout_s` seconds.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(minutes=30)
-    rank, world_size = 0, 1
-    store: Any
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        if local_world_size() == world_size:
-            # On one machine torchrun keeps its store over a restart, and with it the addresses of processes that died.
-            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = c10d.PrefixStore(f"restart-{restarts}", store)
-    else:
-        store = c10d.HashStore()
+    store: Any = c10d.HashStore()
+    try:
+        place = read_place(os.environ)
+        if place:
+            store = meet(place, timeout_s, lambda text: print(f"femto: {text}", file=sys.stderr, flush=True))
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from None
     dist.init_process_group(
-        backend,
+        "nccl" if device.type == "cuda" else "gloo",
         store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
+        rank=place.rank if place else 0,
+        world_size=place.world_size if place else 1,
+        timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def _read(name: str, default: str, least: int) -> int:
+    try:
+        return read_number(os.environ, name, default=default, least=least)
+    except ValueError as error:
+        raise UserError(str(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
 from collections.abc import Sequence
@@ -50,8 +51,10 @@ class Mesh:
     Every collective here must be called by each rank of the axes it names, or by none of them.
     """
 
-    def __init__(self, axes: Sequence[Axis], device: torch.device) -> None:
+    def __init__(self, axes: Sequence[Axis], device: torch.device, timeout_s: float | None = None) -> None:
         """Build the process groups; called by every rank with equal arguments.
+
+        Collectives wait `timeout_s` seconds for other ranks; None: as long as torch decides.
 
         Raises `UserError` where two axes share a name or the sizes do not divide the world.
         """
@@ -72,6 +75,10 @@ class Mesh:
         self._mesh: DeviceMesh = init_device_mesh(
             device.type, tuple(a.size for a in self.axes), mesh_dim_names=tuple(a.name for a in self.axes)
         )
+        self._timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        for axis in self.axes:
+            if self._timeout and dist.get_backend() != "fake":
+                self._mesh.get_group(axis.name).set_timeout(self._timeout)
         # Building a group takes the whole world, so joint groups are built here, not when only some ranks ask for them.
         long = [axis.name for axis in self.axes if axis.size > 1]
         self._joint = {names: self._build_joint(names) for names in _subsets(long) if len(names) > 1}
@@ -145,7 +152,7 @@ class Mesh:
         """Build a group of each list of ranks; return this rank's, if any. Called by every rank of the world."""
         mine = None
         for ranks in lists:
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(list(ranks), timeout=self._timeout)
             if self.rank in ranks:
                 mine = group
         return mine

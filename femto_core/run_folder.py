@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
+import socket
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -20,17 +23,16 @@ def make_run_folder(config: Config, mesh: Mesh) -> tuple[Path, BaseFileLock]:
     folder = Path(config.run.dir) / name
     lock = FileLock(folder / ".lock")
     problem = ""
-    if mesh.rank == 0:
+    if mesh.rank == 0 and not (problem := _take(folder, lock)):
         section, checkpoints = config.checkpoint, folder / "checkpoints"
         earlier = (folder / "metrics.jsonl").exists() or any(checkpoints.glob("step-*"))
         own = section.resume == "auto" or checkpoints.resolve() in Path(section.resume).resolve().parents
         if earlier and (section.weights_only or not own):
+            lock.release()
             problem = (
                 f"{folder} holds an earlier run, and this one would not go on with it; choose another --run.name, or "
                 "set --checkpoint.resume auto without --checkpoint.weights-only"
             )
-        else:
-            problem = _take(folder, lock)
     if problem := mesh.from_first(problem):
         raise UserError(problem)
     return folder, lock
@@ -54,11 +56,15 @@ def _new_name(runs: Path) -> str:
 
 def _take(folder: Path, lock: BaseFileLock) -> str:
     """Create `folder` and lock it; return what is wrong, if anything."""
+    owner = folder / ".owner"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=LOCK_S)
+        with contextlib.suppress(OSError):  # on a full disk
+            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
     except Timeout:
-        return f"another run is writing to {folder}; choose another --run.name"
+        who = (owner.exists() and owner.read_text(encoding="utf-8", errors="replace")) or "another process"
+        return f"{folder} is in use: {who} is training there now; wait for it, or choose another --run.name"
     except OSError as error:
         return f"run.dir: {folder} cannot be written: {error}"
     return ""

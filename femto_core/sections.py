@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import attrs
 
+from femto_ops.paths import is_folder_name
+
 
 class OutOfRange(ValueError):  # noqa: N818
     """A value of the right type that the field does not allow."""
@@ -56,7 +58,9 @@ def largest_divisor(number: int, most: int) -> int:
 class RunSection:
     """Where a run writes, and how many processes it starts."""
 
-    name: str = ""
+    name: str = attrs.field(
+        default="", validator=check(is_folder_name, "must name a folder within run.dir, in at most 200 bytes")
+    )
     """Name of the run; empty: the date and time of its start."""
     dir: str = "runs"
     """Folder that holds all runs; this one writes into DIR/NAME."""
@@ -78,6 +82,10 @@ class TrainSection:
     """float32 or float64: of weights, gradients and optimizer state when no precision plugin is active."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs)."""
+    max_skipped: int = attrs.field(default=100, validator=not_negative)
+    """End the run after this many steps in a row that leave the weights untouched, or 10 at its start; 0: never."""
+    timeout: float = attrs.field(default=1800.0, validator=check(lambda v: 0 < v <= 1e7, "must lie in (0, 1e7]"))
+    """Seconds that a rank waits for the others, at the start and in a collective, before it gives up."""
     threads: int = attrs.field(default=0, validator=not_negative)
     """CPU threads of each process; 0: the machine's cores divided by the processes on it."""
     compile: bool = False

@@ -69,6 +69,8 @@ class Trainer:
     skipped: int = 0
     """Steps among these that left the weights untouched."""
     tokens_seen: int = 0
+    finished: bool = attrs.field(default=False, init=False)
+    """Whether no further step will be done: what is left is to evaluate and to save."""
     loss: BatchLoss = attrs.field(init=False)
     """The task's loss with the statistics that it works on."""
     _documents: DocumentCheck = attrs.field(init=False)
@@ -98,12 +100,13 @@ class Trainer:
         error: BaseException | None = None
         try:
             self.hooks.call(hookspecs.femto_train_begin, trainer=self)
-            while self.step < self.end and not self._stopping:
+            while self.step < self.end and not self.finished:
                 self.hooks.call(hookspecs.femto_step_begin, trainer=self, step=self.step + 1)
                 info = self.train_step()
                 # Before a save, so that it holds the plugins' state after this step.
                 self.hooks.call(hookspecs.femto_step_end, trainer=self, info=info)
                 self._log(info.step, self._metrics(info))
+                self.finished = self._stopping or self.step == self.end
                 self._evaluate_and_save(is_last=self.step == self.end)
             self.checkpointer.wait()
         except BaseException as raised:

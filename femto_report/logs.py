@@ -6,13 +6,31 @@ Warnings of rank 0 are on the screen too, as without a log.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from femto_core.hookspecs import hookimpl
+from femto_report.writing import Writing
 
 if TYPE_CHECKING:
     from femto_core.trainer import Trainer
+
+
+class LogFile(logging.FileHandler):
+    """A log; where a line cannot be written, that is said once."""
+
+    def __init__(self, path: Path, writing: Writing) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._path, self._writing = path, writing
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._writing.failed(self._path, error)
+        else:  # a line whose arguments do not fit it
+            super().handleError(record)
 
 
 class Logs:
@@ -22,12 +40,15 @@ class Logs:
         self._handler: logging.Handler = logging.NullHandler()
         self._screen: logging.Handler = logging.NullHandler()
         self._captures = False
+        self._writing, self._path = Writing(), Path()
 
     @hookimpl
     def femto_train_begin(self, trainer: Trainer) -> None:
-        folder = trainer.run_dir / "logs"
-        folder.mkdir(parents=True, exist_ok=True)  # rank 0 made the run's on its own machine
-        self._handler = logging.FileHandler(folder / f"rank-{trainer.mesh.rank}.log", encoding="utf-8")
+        path = trainer.run_dir / "logs" / f"rank-{trainer.mesh.rank}.log"
+        self._writing, self._path = Writing(), path
+        with self._writing.to(path):
+            path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 made the run's on its own machine
+            self._handler = LogFile(path, self._writing)
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root, show = logging.getLogger(), warnings.showwarning
         if trainer.mesh.rank == 0 and not root.handlers:  # the user has not configured logging
@@ -46,7 +67,8 @@ class Logs:
         logging.getLogger().removeHandler(self._screen)
         if self._captures:
             logging.captureWarnings(False)
-        self._handler.close()
+        with self._writing.to(self._path):
+            self._handler.close()
 
     def _note(self, level: int, text: str, error: BaseException | None = None) -> None:
         # Straight to the file, whatever level the user has set on the root logger.

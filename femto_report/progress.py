@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 
 from femto_core.hookspecs import hookimpl
 from femto_core.sections import positive
+from femto_report.writing import say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from femto_core.trainer import Trainer
+
+
+LEAST_FIRST = (5, 2, 3, 6, 4, 7, 1)
+"""The places of the fields of a live line, from the one that a narrow terminal misses least."""
+SHORTEST_BAR, LONGEST_BAR = 10, 40
 
 
 @attrs.frozen(kw_only=True)
@@ -45,12 +53,13 @@ class ProgressReport:
             return
         self._first_step, self._started = trainer.step, time.perf_counter()
         self._shown = trainer.skipped
-        print(headline(trainer), flush=True)
+        say(headline(trainer))
         if sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress, TextColumn
+            from rich.table import Column
 
-            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns)
+            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+            self._bar = Progress(text)
             self._task = self._bar.add_task("", total=trainer.end, completed=trainer.step)
             self._bar.start()
 
@@ -59,12 +68,14 @@ class ProgressReport:
         if "loss" not in metrics:
             self._print(f"step {step:>5}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
             return
-        line = self._line(step, trainer.end, metrics)
+        left_s = (time.perf_counter() - self._started) / max(1, step - self._first_step) * (trainer.end - step)
+        fields = fields_of(step, trainer.end, metrics, left_s)
         if self._bar is not None and self._task is not None:
+            line = live_line(fields, step / trainer.end, self._bar.console.width - 1)
             self._bar.update(self._task, completed=step, description=line)
         every = trainer.config.section(LogSection).every
         if self._bar is None and (step % every == 0 or step in (self._first_step + 1, trainer.end)):
-            print(line, flush=True)
+            say("  ".join(fields))
         if metrics["skipped"] > self._shown:
             self._shown = int(metrics["skipped"])
             reason = "no valid target" if not metrics["tokens"] else "a gradient norm that is not finite"
@@ -76,27 +87,47 @@ class ProgressReport:
             self._bar.stop()
         self._bar = None
         if error is None and trainer.step < trainer.end and trainer.mesh.rank == 0:
-            kept = (
-                "its checkpoint is saved"
-                if trainer.config.checkpoint.every
-                else "nothing is saved, because checkpoint.every = 0"
-            )
-            print(f"stopped after step {trainer.step}, as asked; {kept}", file=sys.stderr, flush=True)
-
-    def _line(self, step: int, end: int, m: dict[str, float]) -> str:
-        elapsed = time.perf_counter() - self._started
-        left = elapsed / max(1, step - self._first_step) * (end - step)
-        speed = f"MFU {m['mfu']:.1%}" if "mfu" in m else f"{m['tflops']:.3f} TFLOP/s"
-        return (
-            f"step {step:>5}/{end}  loss {m['loss']:.4f}  norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}  "
-            f"{m['tokens_per_s']:,.0f} tok/s  {speed}  {m['peak_memory_mib']:,.0f} MiB  {clock(left)} left"
-        )
+            saved = f", saved in {trainer.run_dir / 'checkpoints' / f'step-{trainer.step}'}"
+            kept = saved if trainer.config.checkpoint.every else "; nothing is saved, because checkpoint.every = 0"
+            with contextlib.suppress(OSError):
+                print(f"interrupted after step {trainer.step}{kept}", file=sys.stderr, flush=True)
 
     def _print(self, line: str) -> None:
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
         else:
-            print(line, flush=True)
+            say(line)
+
+
+def fields_of(step: int, end: int, m: dict[str, float], left_s: float) -> list[str]:
+    """Return what is shown of a step with the metrics `m`; `left_s` are the seconds until the last."""
+    return [
+        f"step {step:>5}/{end}",
+        f"loss {m['loss']:.4f}",
+        f"norm {m['grad_norm']:.3f}",
+        f"lr {m['lr']:.2e}",
+        f"{m['tokens_per_s']:,.0f} tok/s",
+        f"MFU {m['mfu']:.1%}" if "mfu" in m else f"{m['tflops']:.3f} TFLOP/s",
+        f"{m['peak_memory_mib']:,.0f} MiB",
+        f"{clock(left_s)} left",
+    ]
+
+
+def live_line(fields: Sequence[str], done: float, width: int) -> str:
+    """Return the `fields` that fit `width` columns, in their order, after a bar of `done` where it fits.
+
+    What matters less goes first; the step stays, cut where it must be.
+    """
+    kept = list(fields)
+    for place in LEAST_FIRST:
+        if len("  ".join(kept)) > width:
+            kept.remove(fields[place])
+    line = "  ".join(kept)
+    cells = min(LONGEST_BAR, width - len(line) - len("[]  "))
+    if cells < SHORTEST_BAR:
+        return line[: max(0, width)]
+    full = int(done * cells)
+    return f"[{'#' * full}{'.' * (cells - full)}]  {line}"
 
 
 def headline(trainer: Trainer) -> str:

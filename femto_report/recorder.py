@@ -8,14 +8,19 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
+from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
-from femto_data.atomic import open_atomic
-from femto_report.jsonl import keep_lines, read_lines
+from femto_data.atomic import open_atomic, write_atomic
+from femto_report.jsonl import LineFile, keep_lines, read_lines
+from femto_report.writing import Writing, check_places
 
 if TYPE_CHECKING:
     from femto_core.trainer import Trainer
+
+FILES = ("config.toml", "env.json", "metrics.jsonl", "samples.jsonl", "loss.png")
+FOLDERS = ("logs",)
 
 
 class Recorder:
@@ -23,36 +28,61 @@ class Recorder:
 
     def __init__(self) -> None:
         self._folder = Path()
-        self._file: TextIO | None = None
+        self._file: LineFile | None = None
+        self._writing = Writing()
 
     @hookimpl
     def femto_train_begin(self, trainer: Trainer) -> None:
-        if trainer.mesh.rank:
-            return
+        if problem := trainer.mesh.from_first("" if trainer.mesh.rank else self._begin(trainer)):
+            raise UserError(problem)
+
+    def _begin(self, trainer: Trainer) -> str:
+        """Write the records of a beginning, and open metrics.jsonl; return what is wrong with the folder, if so."""
         import tomli_w
 
-        self._folder = trainer.run_dir
-        (self._folder / "config.toml").write_text(tomli_w.dumps(trainer.config.to_dict()), encoding="utf-8")
-        (self._folder / "env.json").write_text(json.dumps(environment(trainer), indent=2))
+        self._folder, self._writing = trainer.run_dir, Writing()
+        if problem := check_places(self._folder, FILES, FOLDERS):
+            return problem
+        for name, text in (
+            ("config.toml", tomli_w.dumps(trainer.config.to_dict())),
+            ("env.json", json.dumps(environment(trainer), indent=2)),
+        ):
+            with self._writing.to(self._folder / name):
+                write_atomic(self._folder / name, text)
         path = self._folder / "metrics.jsonl"
-        keep_lines(path, trainer.step)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        try:
+            with self._writing.to(path):
+                keep_lines(path, trainer.step)
+                self._file = LineFile(path)
+        except UserError as error:
+            return str(error)
+        return ""
 
     @hookimpl
     def femto_log(self, step: int, metrics: dict[str, float]) -> None:
         if self._file is None:
             return
         values = {"step": step, **{k: v if math.isfinite(v) else None for k, v in metrics.items()}}
-        self._file.write(json.dumps(values) + "\n")
+        with self._writing.to(self._folder / "metrics.jsonl"):
+            self._file.append(values)
         if "held_out_loss" in metrics:
-            plot_loss(self._folder)
+            self._plot()
 
     @hookimpl
     def femto_train_end(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._writing.to(self._folder / "metrics.jsonl"):
+                self._file.close()
             self._file = None
-            plot_loss(self._folder)
+            self._plot()
+
+    def _plot(self) -> None:
+        path = self._folder / "loss.png"
+        try:
+            with self._writing.to(path):
+                plot_loss(self._folder)
+        except UserError as error:  # metrics.jsonl has been written to by another
+            self._writing.failed(path, error)
 
 
 def environment(trainer: Trainer) -> dict[str, Any]:
@@ -80,8 +110,7 @@ def plot_loss(folder: Path) -> None:
     from matplotlib.figure import Figure
 
     lines = read_lines(folder / "metrics.jsonl")
-    train = [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
-    held_out = [(line["step"], line["held_out_loss"]) for line in lines if line.get("held_out_loss") is not None]
+    train, held_out = points(lines, "loss"), points(lines, "held_out_loss")
     if not train:
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -97,6 +126,11 @@ def plot_loss(folder: Path) -> None:
     axes.legend(frameon=False)
     with open_atomic(folder / "loss.png") as file:
         figure.savefig(file, format="png", dpi=120)
+
+
+def points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return the steps and values of metric `name`, without those that are no number."""
+    return [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
 
 
 def running_mean(values: Sequence[float]) -> list[float]:

@@ -1,4 +1,7 @@
-"""Sanity checks of a run's first loss, gradient norms and memory, printed as a short report. Rank 0 only."""
+"""Sanity checks of a run: its first loss, gradient norms and memory, in a short report of rank 0.
+
+A run whose steps leave the weights untouched is ended, on every rank.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
+from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
+from femto_report.writing import say
 
 if TYPE_CHECKING:
+    from femto_core.metrics import StepInfo
     from femto_core.trainer import Trainer
 
 START_TOLERANCE = 0.5
@@ -16,6 +22,8 @@ START_TOLERANCE = 0.5
 LOADED_MARGIN = 1.0
 NORM_RANGE = (0.1, 10.0)
 OFTEN = 0.5
+FIRST_STEPS = 10
+"""A run whose first steps all leave the weights untouched will not recover."""
 
 
 class SanityReport:
@@ -24,25 +32,39 @@ class SanityReport:
     def __init__(self) -> None:
         self._norms: list[float] = []
         self._peak = 0.0
+        self._skipped = 0
 
     @hookimpl
     def femto_train_begin(self) -> None:
         self._norms = []
+        self._skipped = 0
+
+    @hookimpl
+    def femto_step_end(self, trainer: Trainer, info: StepInfo) -> None:
+        self._skipped = self._skipped + 1 if info.skipped else 0
+        most, first = trainer.config.train.max_skipped, min(FIRST_STEPS, trainer.end)
+        if most and (self._skipped >= most or info.skipped_total == info.step == first):
+            cause = "a gradient norm that is not finite" if info.tokens else "no valid target"
+            raise UserError(
+                f"step {info.step}: the last {self._skipped} steps left the weights untouched, this one because of "
+                f"{cause}; lower --optim.lr, look at the data, or go on from an earlier checkpoint "
+                "(--train.max-skipped 0: no limit)"
+            )
 
     @hookimpl
     def femto_log(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         if "loss" not in metrics:
             return
         if step == 1:
-            print(first_loss(trainer, metrics["loss"]), flush=True)
+            say(first_loss(trainer, metrics["loss"]))
         self._norms.append(metrics["grad_norm"])
         self._peak = metrics["peak_memory_mib"]
 
     @hookimpl
     def femto_train_end(self, trainer: Trainer) -> None:
         if self._norms:  # only rank 0 has any
-            print(gradient_norms(self._norms, trainer.config.optim.clip))
-            print(memory(trainer, self._peak), flush=True)
+            say(gradient_norms(self._norms, trainer.config.optim.clip))
+            say(memory(trainer, self._peak))
 
 
 def first_loss(trainer: Trainer, loss: float) -> str:

@@ -36,6 +36,16 @@ CASES: dict[str, tuple[list[str], str]] = {
     "seq_len differs": (["--data.seq-len", "32"], "femto preprocess --seq-len 32"),
     "vocabulary too small": (["--model.vocab-size", "40"], "the model has only 40"),
     "checkpoint missing": (["--checkpoint.resume", "nowhere"], "checkpoint.resume = 'nowhere'"),
+    "name outside": (
+        ["--run.name", "../x"],
+        "run.name = '../x' (on the command line): must name a folder",
+    ),
+    "absolute name": (["--run.name", "/tmp/x"], "must name a folder within run.dir"),
+    "name is here": (["--run.name", "."], "run.name = '.' (on the command line): must name a folder within run.dir"),
+    "long name": (["--run.name", "x" * 300], "must name a folder within run.dir, in at most 200 bytes"),
+    "cold samples": (["--sample.temperature", "1e-300"], "must be 0, or at least 0.001"),
+    "trace beyond the end": (["--profile.step", "5", "--train.steps", "4"], "lies beyond train.steps = 4"),
+    "patience": (["--train.timeout", "1e300"], "must lie in (0, 1e7]"),
     "seat empty": (["--plugins", "no:defaults"], "nobody takes the seat femto_"),
 }
 

@@ -60,7 +60,7 @@ def test_torchruns_restart_goes_on_from_the_newest_checkpoint(dataset: Path, tmp
     assert metrics(tmp_path / "runs" / "r") == metrics(tmp_path / "runs" / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_later(
     number: signal.Signals, dataset: Path, tmp_path: Path
 ) -> None:
@@ -80,6 +80,7 @@ def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_later(
         ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
@@ -87,9 +88,10 @@ def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_later(
         if line.startswith("step     5/"):
             break
     process.send_signal(number)
-    process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 0
     done = metrics(tmp_path / "runs" / "r")[-1][0]
+    assert err == f"interrupted after step {done}, saved in runs/r/checkpoints/step-{done}\n"
     saved = [p.name for p in (tmp_path / "runs" / "r" / "checkpoints").glob("step-*")]
     assert saved == [f"step-{done}"]
     later = [*flags, "--optim.schedule", "constant", "--run.name", "r", "--train.stop-after", str(done + 2)]

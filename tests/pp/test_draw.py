@@ -77,3 +77,9 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["--micro-batches", "100000"], ["--size", "100000"], ["--chunks", "100000"]])
+def test_a_timeline_too_large_to_draw_is_refused(words: list[str]) -> None:
+    with pytest.raises(UserError, match="at most 10,000 are drawn"):
+        draw(words)

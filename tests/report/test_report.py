@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,15 +17,17 @@ import torch
 
 from femto_core.errors import UserError
 from femto_core.layout import ParamLayout
+from femto_core.metrics import StepInfo
 from femto_core.precision import ParamShare
 from femto_report.jsonl import read_lines
 from femto_report.logs import Logs
 from femto_report.profiler import Profiler, ProfileSection
-from femto_report.progress import LogSection, ProgressReport, clock
+from femto_report.progress import LogSection, ProgressReport, clock, fields_of, live_line
 from femto_report.recorder import Recorder, plot_loss, running_mean
 from femto_report.samples import draw
-from femto_report.sanity import first_loss, gradient_norms, memory
+from femto_report.sanity import SanityReport, first_loss, gradient_norms, memory
 from femto_report.trackers import TensorBoard, WandB
+from femto_report.writing import say
 
 
 def fake_trainer(
@@ -52,7 +55,9 @@ def fake_trainer(
     )
     return SimpleNamespace(
         config=config,
-        mesh=SimpleNamespace(rank=rank, device=torch.device("cpu"), row_axes=("dp",), size=lambda *_: 1),
+        mesh=SimpleNamespace(
+            rank=rank, device=torch.device("cpu"), row_axes=("dp",), size=lambda *_: 1, from_first=lambda value: value
+        ),
         stage=SimpleNamespace(config=SimpleNamespace(vocab_size=1000, model_type="llama")),
         loader=SimpleNamespace(accumulation=1),
         dataset=range(9),
@@ -216,7 +221,8 @@ class TestProgress:
         assert "MFU 41.5%" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
-        ("every", "kept"), [(0, "nothing is saved, because checkpoint.every = 0"), (5, "its checkpoint is saved")]
+        ("every", "kept"),
+        [(0, "; nothing is saved, because checkpoint.every = 0"), (5, ", saved in {}/checkpoints/step-4")],
     )
     def test_a_run_that_was_asked_to_stop_says_so_and_what_is_kept(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int, kept: str
@@ -225,7 +231,7 @@ class TestProgress:
         report.femto_train_begin(trainer)
         trainer.step = 4
         report.femto_train_end(trainer, None)
-        assert capsys.readouterr().err == f"stopped after step 4, as asked; {kept}\n"
+        assert capsys.readouterr().err == f"interrupted after step 4{kept.format(tmp_path)}\n"
 
     @pytest.mark.parametrize(("rank", "step", "error"), [(0, 4, KeyError("x")), (0, 8, None), (1, 4, None)])
     def test_nobody_says_that_a_run_was_asked_to_stop_which_failed_or_was_done_and_no_other_rank_does(
@@ -239,6 +245,128 @@ class TestProgress:
 
     def test_time_left_reads_like_a_clock(self) -> None:
         assert [clock(s) for s in (5, 65, 3661)] == ["0:05", "1:05", "1:01:01"]
+
+
+FIELDS = fields_of(
+    123,
+    450,
+    {**METRICS, "grad_norm": 1.234, "tokens_per_s": 12345.0, "tflops": 0.123, "peak_memory_mib": 1234.0},
+    3723.0,
+)
+
+
+FULL = "  ".join(FIELDS)
+
+
+@pytest.mark.parametrize("width", range(201))
+def test_a_live_line_fits_the_terminal_and_keeps_what_matters_first(width: int) -> None:
+    line = live_line(FIELDS, 0.25, width)
+    assert len(line) <= width
+    kept = [field for field in FIELDS if field in line]
+    assert line.endswith("  ".join(kept)) or width < len(FIELDS[0])
+    order = ["step", "loss", "left", "tok/s", "MiB", "lr", "norm", "TFLOP/s"]
+    ranks = [next(n for n, word in enumerate(order) if word in field.split()) for field in kept]
+    assert sorted(ranks) == list(range(len(ranks))), "nothing is kept before what matters more"
+    if width >= 79:
+        assert set(order[:6]) <= {word for field in kept for word in field.split()}
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (79, "step   123/450  loss 2.5000  lr 1.00e-03  12,345 tok/s  1,234 MiB  1:02:03 left"),
+        (60, "step   123/450  loss 2.5000  12,345 tok/s  1:02:03 left"),
+        (119, FULL),
+        (130, f"[#####...............]  {FULL}"),
+    ],
+)
+def test_a_bar_comes_where_there_is_room_and_the_time_left_once(width: int, line: str) -> None:
+    assert live_line(FIELDS, 0.25, width) == line
+
+
+def test_a_full_screen_is_warned_of_once_and_drops_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        say("one")
+        say("two")
+        full.flush()
+    assert capsys.readouterr().err == (
+        "WARNING  standard output cannot be written: No space left on device; training goes on without it\n"
+    )
+
+
+def step_info(step: int, *, skipped: bool, skipped_total: int) -> StepInfo:
+    return StepInfo(
+        step=step,
+        loss=1.0,
+        grad_norm=1.0,
+        lr=0.1,
+        tokens=8,
+        skipped=skipped,
+        skipped_total=skipped_total,
+        seconds=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "end", "skipped", "ends_at"),
+    [
+        (100, 450, range(1, 450), 10),
+        (100, 4, range(1, 5), 4),
+        (3, 450, range(1, 450), 3),
+        (100, 450, range(2, 450), 101),
+        (5, 450, [2, 3, 4, 5, 7, 8, 9, 10, 11, 12], 11),
+        (5, 450, [2, 3, 4, 5, 7, 8, 9, 10], 0),
+        (0, 450, range(1, 450), 0),
+    ],
+)
+def test_a_run_that_leaves_the_weights_untouched_ends(
+    limit: int, end: int, skipped: Sequence[int], ends_at: int, tmp_path: Path
+) -> None:
+    sanity, trainer = SanityReport(), fake_trainer(tmp_path, end=end)
+    trainer.config.train.max_skipped = limit
+    sanity.femto_train_begin()
+    said = dict[int, str]()
+    for step in range(1, end + 1):
+        info = step_info(step, skipped=step in skipped, skipped_total=sum(s <= step for s in skipped))
+        try:
+            sanity.femto_step_end(trainer, info)
+        except UserError as error:
+            said[step] = str(error)
+            break
+    assert list(said) == [ends_at] * bool(ends_at)
+    for text in said.values():
+        assert f"step {ends_at}: the last " in text
+        assert "a gradient norm that is not finite" in text
+
+
+@pytest.mark.parametrize(
+    ("first", "stop_after", "said"),
+    [
+        (9, 0, "profile.step = 9 lies beyond train.steps = 8"),
+        (5, 4, "profile.step = 5 lies beyond train.stop_after = 4"),
+    ],
+)
+def test_a_trace_beyond_the_run_is_refused(first: int, stop_after: int, said: str, tmp_path: Path) -> None:
+    config = fake_trainer(tmp_path).config
+    config.section, config.train.stop_after = lambda _: ProfileSection(step=first), stop_after
+    with pytest.raises(UserError, match=said):
+        Profiler().femto_validate(config)
+    config.section = lambda _: ProfileSection(step=4)
+    Profiler().femto_validate(config)
+
+
+def test_a_trace_of_steps_that_are_done_already_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Profiler().femto_train_begin(fake_trainer(tmp_path, step=5))
+    assert capsys.readouterr().err == "WARNING  profile.step = 1: the run goes on at step 6, so nothing is traced\n"
+
+
+def test_logits_that_are_not_numbers_draw_nothing() -> None:
+    assert draw(torch.tensor([0.0, math.nan]), 0.7, torch.Generator()) is None
+    assert draw(torch.tensor([0.0, math.nan]), 0.0, torch.Generator()) is None
+    assert draw(torch.tensor([0.0, 1.0]), 1e-3, torch.Generator()) == 1
 
 
 def test_drawing_at_temperature_zero_takes_the_likeliest_and_is_repeatable_above() -> None:

@@ -11,6 +11,7 @@ from femto_core.sections import not_negative, positive
 from femto_pp.section import PPSection, placement_of
 from femto_pp.simulate import Simulation, play
 
+MOST_BLOCKS = 10_000
 COLOURS = {"F": "#7fb3d5", "B": "#f0b27a", "W": "#a9dfbf"}
 
 
@@ -32,6 +33,11 @@ class DrawOptions:
 
 def draw(options: DrawOptions) -> int:
     """Print the timeline and write the image. Raises `UserError` for a schedule or file that is impossible."""
+    if (blocks := options.size * options.micro_batches * max(1, options.chunks)) > MOST_BLOCKS:
+        raise UserError(
+            f"--size {options.size} with --micro-batches {options.micro_batches} makes {blocks:,} blocks and more; at "
+            f"most {MOST_BLOCKS:,} are drawn"
+        )
     placement = placement_of(PPSection(size=options.size, schedule=options.schedule, chunks=options.chunks))
     simulation = play(options.schedule, options.micro_batches, placement)
     print(as_text(simulation))
