@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from femto_sft.conversation import Conversation, Problem
+from femto_sft.ends import end_tokens
 from femto_sft.section import SFTSection
 from femto_sft.shown import ShownParts
 from femto_sft.spans import OTHERWISE, Span, places_in, span_between
@@ -40,7 +41,7 @@ class _Templated:
         # If all text is trained, the ends of turns matter for truncation only.
         self._needs_turns = not self._train_all or section.overlong == "truncate"
         self._shown = ShownParts(template)
-        self._written = self._after_answers()
+        self._written = end_tokens(tokenizer, template)
         self._ends = special_ids(tokenizer) | self._written
 
     @property
@@ -110,19 +111,6 @@ class _Templated:
         found = self._tokenizer([one.text for one in texts], add_special_tokens=False)
         parts = zip(found["input_ids"], found.encodings or (), texts, strict=True)
         return [_Text(ids, encoding, one.marks) for ids, encoding, one in parts]
-
-    def _after_answers(self) -> frozenset[int]:
-        """Return the added tokens that the template writes after the text of an answer."""
-        turns = [({"role": "user", "content": "a"}, {"role": "assistant", "content": answer}) for answer in "bc"]
-        try:
-            one, other = self._tokenize([self._template.render(pair) for pair in turns])
-        except REFUSALS:  # the template does not support these turns
-            return frozenset()
-        equal = 0
-        while equal < min(len(one.ids), len(other.ids)) and one.ids[-1 - equal] == other.ids[-1 - equal]:
-            equal += 1
-        added = self._tokenizer.added_tokens_decoder
-        return frozenset(token for token in one.ids[len(one.ids) - equal :] if token in added)
 
     def _finish(self, ids: list[int], spans: list[Span], left_out: list[Span]) -> Tokens:
         """Return the tokens. If the last answer, or the text, ends without an end-of-turn token, EOS is added."""
