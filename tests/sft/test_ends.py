@@ -128,8 +128,8 @@ def sentencepiece_like(scheme: str) -> PreTrainedTokenizerBase:
     letters = sorted(set("2+=4self.append(x)▁"))
     vocabulary = {token: i for i, token in enumerate(["</s>", "<unk>", "▁=", *letters, ".a", "▁4"])}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "4"), (".", "a")], unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)  # type: ignore[arg-type]
-    inner.decoder = decoders.Metaspace(prepend_scheme=scheme)  # type: ignore[arg-type]
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
     wrap: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerBase = wrap(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
     return tokenizer

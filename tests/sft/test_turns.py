@@ -94,9 +94,8 @@ def test_parquet_that_gives_all_rows_the_same_keys_says_what_the_lines_say(tmp_p
 def test_empty_lists_and_nulls_of_a_turn_count_as_absent() -> None:
     asking = making.PLAIN_CHATML.replace("<|im_end|>", "{% if 'tool_calls' in m %}calls{% endif %}<|im_end|>")
     tokenizer, plain = make_tokenizer(asking), said(("user", "say yes"), ("assistant", "yes"))
-    turns = [
-        {**turn, "tool_calls": empty, "name": None} for turn, empty in zip(plain["messages"], ([], None), strict=True)
-    ]
+    question, answer = plain["messages"]
+    turns = [{**question, "tool_calls": [], "name": None}, {**answer, "tool_calls": None, "name": []}]
     tokens = encoded(tokenizer, {"messages": turns, "tools": [], "system": None})
     assert tokens.ids.tolist() == encoded(tokenizer, plain).ids.tolist()
 
@@ -126,10 +125,10 @@ TEMPLATES = {
     "marks without the end": making.MARKED_WITHOUT_END,
     "marks with an end and a newline": making.QWEN_LIKE.replace("END", "'<|im_end|>\\n'"),
 }
-MARKS = {
-    "weight": (0, 1, [0.0, False], [1.0, True]),
-    "train": (False, True, [0], [1]),
-    "training": (False, True, [0.0], [1.0]),
+MARKS: dict[str, list[tuple[Any, Any]]] = {
+    "weight": [(0, 1), (0.0, 1.0), (False, True)],
+    "train": [(False, True), (0, 1)],
+    "training": [(False, True), (0.0, 1.0)],
 }
 
 
@@ -144,8 +143,7 @@ def talk(*marks: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("key", MARKS)
 def test_a_turn_of_weight_zero_is_shown_and_not_trained(template: str, key: str) -> None:
     tokenizer = make_tokenizer(template)
-    zero, one, zeros, ones = MARKS[key]
-    for no, yes in zip([zero, *zeros], [one, *ones], strict=False):
+    for no, yes in MARKS[key]:
         tokens = encoded(tokenizer, talk({key: no}, {key: yes}, {}, {key: no}, {key: None}))
         assert trained_text(tokenizer, tokens) == ["1.<|im_end|>", "2.<|im_end|>", "4.<|im_end|>"]
         assert tokens.ids.tolist() == encoded(tokenizer, talk({}, {}, {}, {}, {})).ids.tolist()

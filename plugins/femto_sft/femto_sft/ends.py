@@ -37,7 +37,7 @@ def _equal_ends(
     *,
     at_start: bool = False,
 ) -> list[int]:
-    """Return the tokens with which both texts end (begin, with `at_start`); none where the template refuses the turns."""
+    """Return the tokens with which both texts end (begin, with `at_start`), none where the template refuses them."""
     try:
         texts = [template.render(turns).text for turns in (one, other)]
     except REFUSALS:
