@@ -58,6 +58,36 @@ ALTERNATING = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + PLAIN_CHATML
 )
+NO_TOOLS = (
+    "{% for m in messages %}{% if m['role'] in ('system', 'user', 'assistant') %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{{ '\n' }}{% endif %}{% endfor %}" + _PROMPT
+)
+"""A template that shows no tools, and of roles these three only."""
+_CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments ARGUMENTS }}}</tool_call>{% endfor %}'
+)
+_DESCRIBED = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+CALLING = _DESCRIBED + PLAIN_CHATML.replace("<|im_end|>", _CALLS.replace("ARGUMENTS", "| tojson") + "<|im_end|>")
+"""A template that shows tools, and calls with their arguments as JSON."""
+CALLING_WITH_TEXT = CALLING.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+"""The same, for arguments that are JSON text."""
+REASONING = (
+    "{% set last = namespace(place=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set last.place = loop.index0 %}{% endif %}{% endfor %}"
+    + _HEAD
+    + "{% if m.reasoning_content and loop.index0 > last.place %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    + "{{ m['content'] }}<|im_end|>{{ '\n' }}{% endfor %}"
+    + _PROMPT
+)
+"""A template that shows reasoning behind the last question only."""
+QWEN_LIKE = (
+    "{%- for m in messages %}{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\n' + m.content + END }}"
+    "{%- else %}{{- '<|im_start|>assistant\n' }}{%- generation %}{{- m.content + END }}{%- endgeneration %}{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""A template whose generation block ends with the end of turn, as END, which tests replace."""
+DATED = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + PLAIN_CHATML
 SAMPLE = ["say yes", "yes", "What does textwrap.dedent do?", "Remove any common leading whitespace from every line."]
 
 

@@ -16,6 +16,7 @@ from femto_core.config import Config, config_class, make_config
 from femto_core.errors import UserError
 from femto_core.plugins import list_plugins
 from femto_core.toml_file import read_toml
+from femto_report.progress import LogSection
 from femto_report.samples import SampleSection
 from femto_sft.conversation import Problem
 from femto_sft.inspection import TRAINED, UNTRAINED, conversations, show
@@ -151,7 +152,8 @@ def test_values_out_of_range_are_refused(values: dict[str, Any], text: str) -> N
 
 def test_the_example_is_a_complete_set_of_settings() -> None:
     file = Path(__file__).parents[2] / "examples" / "sft_smollm2.toml"
-    example = make_config(config_class({"sft": SFTSection, "sample": SampleSection}), read_toml(file), {}, str(file))
+    sections = {"sft": SFTSection, "sample": SampleSection, "log": LogSection}
+    example = make_config(config_class(sections), read_toml(file), {}, str(file))
     SupervisedFineTuning().femto_validate(example)
     assert advice(example) == []
     assert example.section(SampleSection).prompts[0].startswith("<|im_start|>system\n")
@@ -166,4 +168,6 @@ def test_the_plugin_takes_the_data_seats_and_nothing_else() -> None:
         "femto_config_defaults",
         "femto_commands",
         "femto_validate",
+        "femto_transform_model",
+        "femto_train_begin",
     }

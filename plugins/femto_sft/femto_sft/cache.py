@@ -18,12 +18,13 @@ from femto_data.tokenizer import tokenizer_fingerprint, vocabulary_size
 from femto_sft.encoder import Encoder, make_encoder
 from femto_sft.filter_report import ConversationCounts
 from femto_sft.prepare import Reader, encode_all, write_rows
-from femto_sft.rows import MANIFEST, TOKENIZER, read_manifest
-from femto_sft.section import SFTSection
+from femto_sft.rows import GENERATION, MANIFEST, TOKENIZER, read_manifest
+from femto_sft.section import SFTSection, day_of
 from femto_sft.sources import ConversationSource, find_sources
-from femto_sft.tokenizer import load_tokenizer
+from femto_sft.template import is_dated
+from femto_sft.tokenizer import PLAIN, load_tokenizer
 
-_VERSION = 2
+_VERSION = 3
 """Raised whenever equal settings give other rows, so that an older cache is not used."""
 
 
@@ -63,18 +64,24 @@ def cache_key(
 ) -> str:
     """Return a digest of everything that decides the rows; the files' names and places are not in it."""
     settings = attrs.asdict(section)
-    for name in ("path", "split", "cache", "tokenizer", "template"):
+    for name in ("path", "split", "cache", "tokenizer", "template", "date"):
         del settings[name]
     decides = {
         "versions": [_VERSION, tokenizers.__version__, transformers.__version__],
         "settings": settings,
-        "plain": section.template == "none",
+        "plain": section.template == PLAIN,
         "template": tokenizer.chat_template,
+        "date": date_written(section, tokenizer),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "sources": [source.digest for source in sources],
         "seq_len": seq_len,
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(decides, sort_keys=True).encode())
+
+
+def date_written(section: SFTSection, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the date that the template may write, or nothing where it has no clock."""
+    return str(day_of(section)) if section.template != PLAIN and is_dated(tokenizer) else ""
 
 
 def make_rows(
@@ -99,6 +106,9 @@ def make_rows(
             f"nothing to train on: none of {counts.read:,} rows of {', '.join(section.path)} is left ({reasons})"
         )
     tokenizer.save_pretrained(directory / TOKENIZER)
+    if written.ends:  # an exported model ends its answers as the data does
+        ends = json.dumps({"eos_token_id": written.ends}, indent=2)
+        (directory / TOKENIZER / GENERATION).write_text(ends + "\n", encoding="utf-8")
     pad = tokenizer.pad_token_id
     manifest: dict[str, Any] = {
         "key": key,
@@ -111,7 +121,9 @@ def make_rows(
         "train_on": section.train_on,
         "formats": reader.formats,
         "recognised": section.format == "auto",
-        "ignored": sorted(reader.ignored),
+        "unread": {"rows": dict(sorted(reader.unread.items())), "turns": dict(sorted(encoder.unread.items()))},
+        "notes": dict(encoder.notes),
+        "date": date_written(section, tokenizer),
         "counts": attrs.asdict(counts),
         **attrs.asdict(written),
     }
@@ -126,7 +138,10 @@ def report(packed: PackedRows) -> list[str]:
     kinds = zip(packed.names, manifest["formats"], strict=True)
     named = [f"{name} (format {kind}{by_keys})" for name, kind in kinds if kind]
     more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    ignored = f"; keys not read: {', '.join(manifest['ignored'])}" if manifest["ignored"] else ""
+    unread = [
+        f"{key} ({number:,} {whose})" for whose, keys in manifest["unread"].items() for key, number in keys.items()
+    ]
+    ignored = f"; keys not read: {', '.join(unread)}" if unread else ""
     share = counts.trained_tokens / max(1, counts.tokens)
     of_all = f"{counts.trained_tokens:,} of {counts.tokens:,} tokens ({share:.1%}) are trained"
     trained = f"train_on {manifest['train_on']}: {of_all}"
@@ -137,5 +152,7 @@ def report(packed: PackedRows) -> list[str]:
         f"{counts.read:,} conversations of {', '.join(named[:3])}{more}{ignored}",
         f"{manifest['how']}; {trained}",
         f"packing {manifest['packing']}: {filled}; {held_out}",
+        *([f"the chat template writes the date, {manifest['date']} (sft.date)"] if manifest["date"] else []),
+        *(f"{note} ({number:,} turns)" for note, number in manifest["notes"].items()),
         *counts.lines(manifest["overlong"], packed.names),
     ]

@@ -20,10 +20,12 @@ class Conversation:
     """Number of turns at the start that are the prompt and never trained, the assistant's included."""
     tools: tuple[Any, ...] | None = None
     """Tool descriptions that are passed to the template."""
+    left_out: frozenset[int] = frozenset()
+    """Indices of the turns that the data says not to train."""
 
     @property
     def answers(self) -> list[int]:
-        """Indices of the assistant's turns that may be trained."""
+        """Indices of the assistant's turns that are not part of the prompt."""
         return [i for i, turn in enumerate(self.turns) if turn["role"] == "assistant" and i >= self.context]
 
 

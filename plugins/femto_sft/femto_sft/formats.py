@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
 from femto_sft.conversation import Conversation, NoConversation, Turn
+from femto_sft.turns import read_objects, read_text, read_turns, take_weights, without_nulls
 
 Row = Mapping[str, Any]
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
-"""Other names of the roles that templates know."""
-KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 
 @attrs.frozen
@@ -44,25 +34,38 @@ def recognise(row: Row) -> Format | None:
 def read_row(row: Row, format: Format) -> Conversation:  # noqa: A002 - it is what is meant
     """Return the conversation in `row`. Raises `NoConversation` if it is not in `format`."""
     missing = [key for key in format.keys if row.get(key) is None]
+    if missing and missing[0] in row:
+        raise NoConversation(f"{missing[0]!r} is null, and format {format.name} needs it")
     if missing:
         found = ", ".join(map(repr, row)) or "none"
         raise NoConversation(f"no {missing[0]!r} among its keys ({found}), which format {format.name} needs")
-    return format.read(row)
+    try:
+        return format.read(without_nulls(row))
+    except RecursionError:
+        raise NoConversation("it is nested too deeply") from None
 
 
 def _messages(row: Row) -> Conversation:
-    return Conversation(_with_system(row, _turns(row["messages"], "messages")), tools=_tools(row))
+    return _conversation(row, read_turns(row["messages"], "messages"))
 
 
 def _conversations(row: Row) -> Conversation:
-    return Conversation(_with_system(row, _turns(row["conversations"], "conversations")), tools=_tools(row))
+    return _conversation(row, read_turns(row["conversations"], "conversations"))
+
+
+def _conversation(row: Row, turns: tuple[Turn, ...], context: int = 0) -> Conversation:
+    turns, left_out = take_weights(_with_system(row, turns))
+    return Conversation(turns, context, _tools(row), left_out)
 
 
 def _instruction(row: Row) -> Conversation:
-    question, more = _text(row["instruction"], "instruction"), row.get("input")
-    if more is not None and _text(more, "input").strip():
+    question, more = read_text(row["instruction"], "instruction"), row.get("input")
+    if more is not None and read_text(more, "input").strip():
         question = f"{question}\n\n{more}"
-    turns = ({"role": "user", "content": question}, {"role": "assistant", "content": _text(row["output"], "output")})
+    turns = (
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": read_text(row["output"], "output")},
+    )
     return Conversation(_with_system(row, turns))
 
 
@@ -70,50 +73,17 @@ def _prompt(row: Row) -> Conversation:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         turns: tuple[Turn, ...] = (
-            {"role": "user", "content": _text(prompt, "prompt")},
-            {"role": "assistant", "content": _text(completion, "completion")},
+            {"role": "user", "content": read_text(prompt, "prompt")},
+            {"role": "assistant", "content": read_text(completion, "completion")},
         )
-        return Conversation(turns, context=1)
-    before = _turns(prompt, "prompt")
-    return Conversation((*before, *_turns(completion, "completion")), context=len(before), tools=_tools(row))
-
-
-def _turns(value: Any, key: str) -> tuple[Turn, ...]:
-    """Return turns with `role` and `content`, converted from `from` and `value` where those are used."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise NoConversation(f"{key!r} holds a {type(value).__name__}, not a list of turns")
-    return tuple(_turn(item, f"{key}[{number}]") for number, item in enumerate(value))
-
-
-def _turn(item: Any, where: str) -> Turn:
-    if not isinstance(item, Mapping):
-        raise NoConversation(f"{where} holds a {type(item).__name__}, not a turn")
-    turn = {key: value for key, value in item.items() if value is not None}
-    role_key, text_key = ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
-    if role_key not in turn:
-        raise NoConversation(f"{where} has neither 'role' nor 'from'")
-    said = turn.pop(role_key)
-    role = ROLES.get(said, said) if isinstance(said, str) else said
-    if role not in KNOWN_ROLES:
-        raise NoConversation(f"{where} has the role {said!r}, which is none of {', '.join((*KNOWN_ROLES, *ROLES))}")
-    if text_key not in turn and not turn.get("tool_calls"):
-        raise NoConversation(f"{where} has no {text_key!r}")
-    return {**turn, "role": role, "content": _text(turn.pop(text_key, ""), f"{where}.{text_key}")}
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise NoConversation(f"{where} holds a {type(value).__name__}, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise NoConversation(f"{where} holds half of a surrogate pair, which is not valid text") from None
-    return value
+        return Conversation(turns, context=1, tools=_tools(row))
+    before = read_turns(prompt, "prompt")
+    return _conversation(row, (*before, *read_turns(completion, "completion")), len(before))
 
 
 def _with_system(row: Row, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     system = row.get("system")
-    if system is None or not _text(system, "system"):
+    if system is None or not read_text(system, "system"):
         return turns
     if turns and turns[0]["role"] == "system":
         raise NoConversation("both the key 'system' and the first turn hold a system prompt")
@@ -121,12 +91,7 @@ def _with_system(row: Row, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
 
 
 def _tools(row: Row) -> tuple[Any, ...] | None:
-    tools = row.get("tools")
-    if not tools:
-        return None
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise NoConversation(f"'tools' holds a {type(tools).__name__}, not a list")
-    return tuple(tools)
+    return read_objects(row["tools"], "'tools'") or None if row.get("tools") else None
 
 
 FORMATS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import attrs
 from rich.console import Console
 from rich.text import Text
 
@@ -15,7 +16,7 @@ from femto_sft.conversation import Problem
 from femto_sft.encoder import make_encoder
 from femto_sft.filter_report import ConversationCounts
 from femto_sft.prepare import Reader, cut
-from femto_sft.section import SFTSection
+from femto_sft.section import SFTSection, day_of
 from femto_sft.sources import find_sources
 from femto_sft.tokenizer import load_tokenizer
 from femto_sft.tokens import Tokens
@@ -31,6 +32,7 @@ TRAINED, UNTRAINED, NOTE = "bold green", "bright_black", "cyan"
 def inspect_run(config: Config, numbers: Sequence[int]) -> int:
     """Print the conversations `numbers` of a run, and the counts of all."""
     section = config.section(SFTSection)
+    section = attrs.evolve(section, date=str(day_of(section)))
     console = Console(highlight=False, soft_wrap=True)
     quiet_libraries()
     tokenizer = load_tokenizer(section.tokenizer, section.template, config.model.path)

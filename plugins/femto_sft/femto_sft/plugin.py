@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 from femto_core.sections import OptimSection
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from femto_core.data import Collator, Dataset
     from femto_core.model import FullModel
     from femto_core.plugins import Plugins
+    from femto_core.trainer import Trainer
     from femto_sft.cache import PackedRows
 
 
@@ -28,6 +31,8 @@ class SupervisedFineTuning:
     def __init__(self) -> None:
         self._packed: dict[tuple[SFTSection, int, str], PackedRows] = {}
         """The run's rows, by section, row length and model path."""
+        self._date = ""
+        """The date of the run; empty before its rows are asked for."""
 
     @hookimpl
     def femto_config_section(self) -> tuple[str, type[SFTSection]]:
@@ -58,8 +63,13 @@ class SupervisedFineTuning:
 
         from femto_sft.cache import packed_rows, report
         from femto_sft.rows import ConversationRows
+        from femto_sft.run_date import run_date
 
-        section, seq_len, model = wanted = config.section(SFTSection), config.data.seq_len, config.model.path
+        if split == "train":
+            self._date = run_date(config)
+        section = attrs.evolve(config.section(SFTSection), date=self._date)
+        seq_len, model = config.data.seq_len, config.model.path
+        wanted = section, seq_len, model
         # Finding the rows reads all source files for their digests, so the held-out split reuses what train found.
         if split == "train" or wanted not in self._packed:
             self._packed = {wanted: packed_rows(section, seq_len=seq_len, model=model)}
@@ -68,6 +78,15 @@ class SupervisedFineTuning:
             for line in [*report(packed), *advice(config)]:
                 print(f"sft      {line}", flush=True)
         return ConversationRows(packed.directory, split)
+
+    @hookimpl
+    def femto_train_begin(self, trainer: Trainer) -> None:
+        from femto_sft.rows import read_manifest
+        from femto_sft.run_date import keep_date
+
+        dates = {read_manifest(packed.directory)["date"] for packed in self._packed.values()} - {""}
+        if trainer.mesh.rank == 0 and dates:
+            keep_date(trainer.run_dir, dates.pop())
 
     @hookimpl
     def femto_collator(self) -> Collator:

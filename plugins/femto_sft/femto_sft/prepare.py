@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,8 +55,8 @@ class Reader:
     counts: ConversationCounts
     formats: list[str] = attrs.field(factory=list)
     """Format of each source read so far; empty for a source without rows."""
-    ignored: set[str] = attrs.field(factory=set)
-    """Keys of the sources' first rows that are not read."""
+    unread: Counter[str] = attrs.field(factory=Counter)
+    """Keys of rows that are not read, with the number of rows that have them."""
 
     def read(self) -> Iterator[Found]:
         """Yield all rows but blank lines. Raises `UserError` for a source in an unknown format."""
@@ -76,13 +77,15 @@ class Reader:
                 if format is None:
                     format = FORMATS[self.format] if self.format != "auto" else recognise(line.row)  # noqa: A001
                     if format is None:
-                        known = "; ".join(f"{f.name}: {' and '.join(f.keys)}" for f in FORMATS.values())
+                        formats = "; ".join(f"{f.name}: {' and '.join(f.keys)}" for f in FORMATS.values())
+                        keys = (f"{key!r}{' (null)' * (value is None)}" for key, value in line.row.items())
                         raise UserError(
-                            f"{source.name}, {line.place}: the keys {', '.join(map(repr, line.row))} match no "
-                            f"known format ({known}); rename them, or set sft.format"
+                            f"{source.name}, {line.place}: the keys {', '.join(keys)} match no known format "
+                            f"({formats}); rename them, or set sft.format"
                         )
                     self.formats[-1] = format.name
-                    self.ignored |= {str(key) for key in line.row} - {*format.keys, *format.more}
+                known = (*format.keys, *format.more)
+                self.unread.update(str(k) for k, value in line.row.items() if value is not None and k not in known)
                 try:
                     yield found(read_row(line.row, format))
                 except NoConversation as error:
@@ -141,6 +144,8 @@ class Written:
     rows: dict[str, int]
     fill: dict[str, float]
     """Share of the rows' places that are not padding."""
+    ends: list[int]
+    """Ids of the tokens that end trained turns, the most frequent first."""
 
 
 def write_rows(
@@ -148,6 +153,7 @@ def write_rows(
 ) -> Written:
     """Write the packed rows of all `conversations` into `directory`. Memory holds a few numbers per document."""
     lengths: list[int] = []
+    ends: Counter[int] = Counter()
     members: dict[str, list[int]] = {split: [] for split in SPLITS}
     with contextlib.ExitStack() as stack:
         streams = {name: stack.enter_context((directory / name).open("wb")) for name in ("tokens", "trained")}
@@ -157,6 +163,7 @@ def write_rows(
                 continue
             split = SPLITS[is_held_out(tokens, section.held_out)]
             counts.kept += 1
+            ends.update(tokens.ends)
             counts.held_out += split == "held_out"
             for document in documents:
                 members[split].append(len(lengths))
@@ -179,4 +186,4 @@ def write_rows(
         write(f"{split}.rows", list(itertools.accumulate(map(len, packed), initial=0)))
         rows[split] = len(packed)
         fill[split] = sum(lengths[i] for i in documents_of) / max(1, len(packed) * seq_len)
-    return Written(files, rows, fill)
+    return Written(files, rows, fill, [token for token, _ in ends.most_common()])

@@ -2,7 +2,8 @@
 
 A directory holds `tokens` (int32) and `trained` (one byte each) of all documents, concatenated; `starts` (int64), each
 document's first token, and the end; for each split `SPLIT.documents`, the documents row after row, and `SPLIT.rows`,
-each row's first place in it, and the end; the tokenizer; and `manifest.json`, which is written last.
+each row's first place in it, and the end; the tokenizer, with the ids that end trained turns in
+`generation_config.json`; and `manifest.json`, which is written last.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from femto_core.errors import UserError
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
+GENERATION = "generation_config.json"
 SPLITS = ("train", "held_out")
 DTYPES: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "trained": np.dtype("<u1"), "starts": np.dtype("<i8")}
 """Dtypes of the files that both splits share; the splits' own files hold int64."""

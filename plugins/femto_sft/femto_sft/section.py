@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Literal
 
 import attrs
 
 from femto_core.sections import check, share
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return not text or bool(datetime.date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 @attrs.frozen(kw_only=True)
@@ -26,6 +34,8 @@ class SFTSection:
     template: str = ""
     """Chat template: a file, or the Jinja text itself; empty: the tokenizer's own; none: prompt, completion and EOS as
     plain text."""
+    date: str = attrs.field(default="", validator=check(_is_date, "must be a date such as 2026-01-31"))
+    """Date that a template with a clock writes, such as 2026-01-31; empty: the day on which the run began."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens to train: every assistant turn with its end of turn, only the last assistant turn, or all text."""
     packing: Literal["ffd", "bfd", "pad"] = "ffd"
@@ -40,6 +50,11 @@ class SFTSection:
     """Share of the conversations held out, chosen by a hash of their tokens; copies are in the same split."""
     cache: str = "~/.cache/femto/sft"
     """Where packed rows are kept, under a digest of inputs, settings and tokenizer."""
+
+
+def day_of(section: SFTSection) -> datetime.date:
+    """Return the day that the template's clock shows."""
+    return datetime.date.fromisoformat(section.date) if section.date else datetime.datetime.now().date()
 
 
 numbers = check(lambda v: v and min(v) >= 0, "must be one or more numbers from 0")

@@ -7,7 +7,6 @@ prefixes, token by token, of the whole conversation; the answer is between their
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from femto_sft.conversation import Problem
@@ -18,11 +17,20 @@ Span = tuple[int, int]
 OTHERWISE = "so the assistant's tokens cannot be found; give a template with {% generation %} marks (sft.template)"
 
 
-def spans_of_mask(mask: Sequence[int]) -> list[Span]:
-    """Return the spans of consecutive ones in `mask`."""
-    ends = list(itertools.accumulate(len(list(run)) for _, run in itertools.groupby(mask)))
-    starts = [0, *ends]
-    return [(start, end) for start, end in zip(starts, ends, strict=False) if mask[start]]
+def places_in(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    """Return the span of tokens that overlap each span of characters; it is empty where none does.
+
+    `offsets` has each token's characters. Both are in order.
+    """
+    found, token = [], 0
+    for start, stop in spans:
+        while token < len(offsets) and offsets[token][1] <= start:
+            token += 1
+        first = token
+        while token < len(offsets) and offsets[token][0] < stop:
+            token += 1
+        found.append((first, token))
+    return found
 
 
 def span_between(whole: Sequence[int], before: Sequence[int], after: Sequence[int], turn: int) -> Span | Problem:

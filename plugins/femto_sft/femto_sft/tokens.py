@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import attrs
@@ -22,6 +22,8 @@ class Tokens:
     """Whether each token is trained, as the target of the place before it [tokens]."""
     answers: tuple[int, ...] = ()
     """The place after each of the assistant's turns."""
+    ends: frozenset[int] = frozenset()
+    """Ids of the tokens that end its trained turns."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -36,12 +38,27 @@ class Tokens:
         return Tokens(self.ids[start:stop], self.trained[start:stop])
 
 
-def from_spans(ids: Sequence[int], spans: Sequence[Span], *, train_all: bool) -> Tokens:
-    """Return the tokens `ids`, of which those in `spans`, or all with `train_all`, are trained."""
+def from_spans(
+    ids: Sequence[int],
+    spans: Sequence[Span],
+    *,
+    train_all: bool,
+    left_out: Sequence[Span] = (),
+    ends: Collection[int] = (),
+) -> Tokens:
+    """Return the tokens `ids`, of which those in `spans`, or all with `train_all`, but not in `left_out` are trained.
+
+    `spans` are the assistant's turns, and `ends` the tokens that may end one.
+    """
     trained = np.full(len(ids), train_all)
     for start, stop in spans:
         trained[start:stop] = True
-    return Tokens(np.asarray(ids, np.int32), trained, tuple(stop for _, stop in spans))
+    for start, stop in left_out:
+        trained[start:stop] = False
+    last = [ids[stop - 1] for _, stop in spans if stop and trained[stop - 1]]
+    return Tokens(
+        np.asarray(ids, np.int32), trained, tuple(stop for _, stop in spans), frozenset(i for i in last if i in ends)
+    )
 
 
 def fit(tokens: Tokens, length: int, policy: Literal["drop", "truncate", "split"]) -> list[Tokens]:
