@@ -10,19 +10,23 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from femto_checkpoint.compatibility import check_export
 from femto_checkpoint.files import WEIGHTS, copy_files, write_json, write_safetensors
+from femto_checkpoint.generation import GENERATION, write_generation
 from femto_checkpoint.index import MASTER, Checkpoint
 from femto_checkpoint.options import ExportConfig
 from femto_checkpoint.writer import MODEL
 from femto_core.checkpoint import ExportTensor
 from femto_core.errors import UserError
 from femto_data.atomic import atomic_path, sync
+from femto_ops.hugging_face import CONFIG, ModelError, read_config, read_json
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SPECIAL = ("bos", "eos", "pad")
+FOREIGN = ("quantization_config", "auto_map", "transformers_weights")
+"""Keys that tell from_pretrained of numbers, code and files that the export does not have."""
 
 Change = Callable[[dict[str, ExportTensor], Mapping[str, ExportTensor], Mapping[str, Any]], None]
 """Edits the tensors to export, by parameter name, in place. Also given: every tensor of the checkpoint, as
@@ -40,6 +44,10 @@ def export(path: Path, config: ExportConfig, change: Change | None = None) -> li
     listed = [name for name in checkpoint.index.files if name.startswith(f"{MODEL}/")]
     checkpoint.verify(listed)
     side = [name.removeprefix(f"{MODEL}/") for name in listed if not WEIGHTS.search(name)]
+    try:
+        model_config = read_config(path / MODEL)
+    except ModelError as error:
+        raise UserError(f"{path} cannot be exported: {error}") from None
     saved = saved_tensors(checkpoint)
     tensors = {name: saved[f"{MASTER}/{name}"] for name in checkpoint.parameters}
     if change is not None:
@@ -52,7 +60,7 @@ def export(path: Path, config: ExportConfig, change: Change | None = None) -> li
     try:
         with atomic_path(output) as partial:
             copy_files(path / MODEL, side, partial)  # the transformers config and the tokenizer
-            _write_configs(partial, config.dtype)
+            _write_configs(partial, model_config, config.dtype)
             check_export(checkpoint, {name: tensor.shape for name, tensor in tensors.items()}, partial)
             files = _write(tensors, partial, config)
         sync(output.parent)
@@ -124,33 +132,17 @@ def _value(name: str, tensor: ExportTensor, dtype: torch.dtype) -> torch.Tensor:
     return converted
 
 
-def _write_configs(folder: Path, dtype: str) -> None:
-    path = folder / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    config |= {"dtype": dtype, "use_cache": True}  # training disables the cache that generation wants
-    if not config.get("architectures") and (name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])):
-        config["architectures"] = [name]  # transformers can do without; other programs choose their code by it
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tokens: dict[str, Any] = _special_tokens(folder)
-    tokens |= {key: config[key] for kind in SPECIAL if config.get(key := f"{kind}_token_id") is not None}
-    (folder / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
-
-
-def _special_tokens(folder: Path) -> dict[str, int]:
-    """Return `bos_token_id`, `eos_token_id` and `pad_token_id` as far as the tokenizer's files name those tokens."""
-    try:
-        names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
-        ids = {token["content"]: token["id"] for token in added}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    found = {}
-    for kind in SPECIAL:
-        name = names.get(f"{kind}_token")
-        name = name.get("content") if isinstance(name, dict) else name
-        if name in ids:
-            found[f"{kind}_token_id"] = ids[name]
-    return found
+def _write_configs(folder: Path, config: PretrainedConfig, dtype: str) -> None:
+    path = folder / CONFIG
+    values = read_json(path)
+    values |= {"dtype": dtype, "use_cache": True}  # training disables the cache that generation wants
+    for key in FOREIGN:
+        values.pop(key, None)
+    if not values.get("architectures") and (name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)):
+        values["architectures"] = [name]  # transformers can do without; other programs choose their code by it
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if not (folder / GENERATION).exists():  # a checkpoint of an older femto
+        write_generation(folder, config, {})
 
 
 def _compare(

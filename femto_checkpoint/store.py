@@ -27,8 +27,9 @@ LAST_CHANCE_S = 15.0
 class CheckpointStore:
     """The checkpoints of a run. Each rank writes its own files; rank 0 commits when all ranks have written."""
 
-    def __init__(self, mesh: Mesh, section: CheckpointSection) -> None:
-        self._mesh, self._section = mesh, section
+    def __init__(self, mesh: Mesh, section: CheckpointSection, generation: dict[str, Any]) -> None:
+        """`generation`: the generation config of the model that training starts from, which checkpoints keep."""
+        self._mesh, self._section, self._generation = mesh, section, generation
         self._writer: Writer | None = None
 
     @property
@@ -66,6 +67,7 @@ class CheckpointStore:
             parts={name: plain_copy(part.state_dict(), f"part {name!r}") for name, part in everything.items()},
             state=state,
             model=plain_config(state.model_config),
+            generation=self._generation,
             on_failure=on_failure,
         )
         self._writer.start()
