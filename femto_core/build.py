@@ -32,6 +32,7 @@ from femto_core.schedule import Schedule
 from femto_core.sharding import ShardingStrategy
 from femto_core.trainer import KERNEL_PARTS, Trainer
 from femto_core.weights import WeightSource
+from femto_ops.fitting import fit
 from femto_ops.hugging_face import largest_parameter, largest_size
 from femto_ops.memory import free_memory, gib
 
@@ -103,6 +104,8 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
     config = fill_vocab_size(config, dataset)
     model = hooks.seat(specs.femto_model, config=config)
     check_vocabulary(dataset, model.config.vocab_size)
+    if problem := fit(model.module, config.data.seq_len, getattr(torch, config.train.dtype)):
+        raise UserError(problem)
     hooks.call(specs.femto_transform_model, model=model, config=config)
     built = build_stage(config, hooks, mesh, model=model, trainable=True)
     trained = [share for share in built.shares if share.trainable]

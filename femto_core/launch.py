@@ -28,6 +28,11 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def share_machine(processes: int) -> None:
+    """Have this process know that `processes` of its run share the machine, where no launcher has said so."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes)
+
+
 def pick_device() -> torch.device:
     """Return this process's device: the GPU of its local rank where there are GPUs and not gloo, otherwise the CPU."""
     if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == "gloo"):

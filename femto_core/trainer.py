@@ -28,6 +28,7 @@ from femto_core.optim import LRSchedule, scale_lr
 from femto_core.precision import ParamShare, Precision
 from femto_core.schedule import Schedule
 from femto_core.sharding import ShardingStrategy
+from femto_ops.isolation import DocumentCheck
 
 KERNEL_PARTS = ("trainer", "loader", "rng")
 """The parts of a checkpoint that are the kernel's own."""
@@ -70,6 +71,7 @@ class Trainer:
     tokens_seen: int = 0
     loss: BatchLoss = attrs.field(init=False)
     """The task's loss with the statistics that it works on."""
+    _documents: DocumentCheck = attrs.field(init=False)
     _stop_requested: bool = attrs.field(default=False, init=False)
     _stopping: bool = attrs.field(default=False, init=False)
     _micro_batches: int = attrs.field(default=0, init=False)
@@ -77,6 +79,7 @@ class Trainer:
 
     def __attrs_post_init__(self) -> None:
         self.loss = functools.partial(self.task, self.statistics)
+        self._documents = DocumentCheck(self.stage.module)
 
     @property
     def end(self) -> int:
@@ -229,8 +232,11 @@ class Trainer:
     def _count(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Return the global batch's valid targets and its weight (float64 [2]).
 
-        Raises `UserError` where ranks have different numbers of micro-batches: some would wait forever.
+        Raises `UserError` where ranks have different numbers of micro-batches: some would wait forever; and where rows
+        hold several documents, which the model does not keep apart.
         """
+        if problem := self._documents.problem_of(micro_batches):
+            raise UserError(f"step {self.step + 1} has rows of several documents, but {problem}")
         count = len(micro_batches)
         weights = [self.task.weight(batch) for batch in micro_batches]
         weight = sum(weights) if all(0 <= weight < math.inf for weight in weights) else math.nan

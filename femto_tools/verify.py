@@ -87,21 +87,35 @@ def verify(values: dict[str, dict[str, Any]], plugins: Plugins, processes: int) 
         pool.close()
     print(f"{several[0]['mesh']} against one process, {len(one[0]['losses'])} steps in float64")
     both, distributed = (", ".join(names) or "none" for names in (content, layout))
-    print(f"plugins in both runs: {both}; only in the distributed run: {distributed}\n")
+    print(f"plugins in both runs: {both}; only in the distributed run: {distributed}")
+    if narrow := [info.name for info in own if "femto_precision" in (*info.seats, *info.wraps)]:
+        print(f"{', '.join(narrow)} computes in float64 here, too: its rounding is not compared")
+    print()
     try:
         mine = assemble(several)
     except AssertionError as error:
         print(f"DIFFERENT: {error}")
         return 1
-    return print_differences(list(compare(assemble(one), mine)))
+    return print_differences(list(compare(assemble(one), mine)), several[0]["uncut"])
 
 
 def train(values: Mapping[str, Any], plugins: Sequence[str]) -> dict[str, Any]:
-    """Train as a worker's job; return this rank's part of a `Record`, and its mesh in words."""
+    """Train as a worker's job; return this rank's part of a `Record`, its mesh in words, and what was not cut."""
+    import torch.distributed as dist
+
+    from femto_core.launch import share_machine
     from femto_tools.testing import make_trainer, record_training
 
+    share_machine(dist.get_world_size())
     trainer = make_trainer(values, plugins, {})
-    return {"mesh": str(trainer.mesh), **record_training(trainer)}
+    return {"mesh": str(trainer.mesh), "uncut": uncut(trainer), **record_training(trainer)}
+
+
+def uncut(trainer: Any) -> list[str]:
+    """Return the axes along which plugins cut or shard, and which have one rank."""
+    mesh = trainer.mesh
+    asked = {axis.name for axis in mesh.axes} - {"dp"} | {a for share in trainer.shares for a in share.layout.sharded}
+    return sorted(axis for axis in asked if mesh.size(axis) == 1)
 
 
 def values_of(config: Config, steps: int) -> dict[str, dict[str, Any]]:
@@ -185,8 +199,11 @@ def compare(one: Any, several: Any) -> Iterator[Difference]:
         yield Difference(name, max(apart(theirs, mine) for mine, theirs in gradients), apart(*reversed(weights)))
 
 
-def print_differences(differences: Sequence[Difference]) -> int:
-    """Print the table and its verdict; return 1 if a difference is larger than the bound."""
+def print_differences(differences: Sequence[Difference], uncut: Sequence[str] = ()) -> int:
+    """Print the table and its verdict; return 1 if a difference is larger than the bound.
+
+    `uncut` are mesh axes that plugins asked for, and along which there is one rank: a run is not called equal with them.
+    """
     width = max(len(difference.what) for difference in differences)
     print(f"{'relative difference':<{width}}  {'gradient':>9}  {'weight':>9}")
     for difference in differences:
@@ -194,6 +211,12 @@ def print_differences(differences: Sequence[Difference]) -> int:
         print(f"{difference.what:<{width}}  {difference.gradient:>9.1e}  {difference.weight:>9.1e}{mark}")
     worst = max(differences, key=lambda difference: difference.worst)
     wrong = [difference for difference in differences if not difference.worst < BOUND]
+    if not wrong and uncut:
+        axes = ", ".join(uncut)
+        print(
+            f"\nNOT PROVEN: there is one rank along {axes}, so nothing was cut or sharded; change --nproc or the sizes"
+        )
+        return 1
     if not wrong:
         print(f"\nequal within {BOUND:g}: the largest difference is {worst.worst:.1e}, in {worst.what}")
         return 0

@@ -18,16 +18,43 @@ SETTINGS = (*TINY_FLAGS, "--model.layers", "2", "--model.kv-heads", "2", "--trai
 
 
 def test_three_axes_are_proven_equal_and_all_parameters_listed(tmp_path: Path) -> None:
-    words = ("verify", "--plugins", "tp,pp,zero3,bf16", "--nproc", "4", "--steps", "2", *SETTINGS)
+    words = ("verify", "--plugins", "tp,pp,bf16", "--nproc", "4", "--steps", "2", *SETTINGS)
     done = femto([*words, "--tp.size", "2", "--pp.size", "2"], tmp_path)
     assert done.code == 0, done.out + done.err
     assert done.out.startswith("pp 2 x dp 1 x tp 2 against one process, 2 steps in float64\n")
-    assert "plugins in both runs: none; only in the distributed run: tp, pp, zero3, bf16" in done.out
+    assert (
+        "plugins in both runs: none; only in the distributed run: tp, pp, bf16\nbf16 computes in float64 here, too"
+        in done.out
+    )
     for name in ("loss", "gradient norm", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"):
         assert f"\n{name}  " in done.out
     assert "\nequal within 1e-09: the largest difference is" in done.out
     assert "<--" not in done.out
     assert not (tmp_path / "runs").exists()
+
+
+def test_tp_takes_the_size_that_it_would_take_on_this_machine(tmp_path: Path) -> None:
+    done = femto(["verify", "--plugins", "tp", "--nproc", "2", "--steps", "1", *SETTINGS], tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert done.out.startswith("dp 1 x tp 2 against one process, 1 steps in float64\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "axis"),
+    [
+        (["zero1", "--nproc", "1"], "dp"),
+        (["tp,zero3", "--nproc", "2"], "dp"),
+        (["pp", "--pp.size", "1", "--nproc", "2"], "pp"),
+        (["tp", "--tp.size", "1", "--nproc", "2"], "tp"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else words,
+)
+def test_what_was_not_cut_is_not_called_equal(tmp_path: Path, words: list[str], axis: str) -> None:
+    done = femto(["verify", "--steps", "1", "--plugins", *words, *SETTINGS], tmp_path)
+    assert done.code == 1, done.out + done.err
+    assert f"\nNOT PROVEN: there is one rank along {axis}, so nothing was cut or sharded" in done.out
+    assert "equal within" not in done.out
+    assert len(done.err.splitlines()) <= 1, done.err
 
 
 def test_settings_of_a_run_that_goes_on_from_weights_and_reads_beside_training_are_no_obstacle(tmp_path: Path) -> None:

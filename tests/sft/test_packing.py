@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from femto_core.config import Config, config_class, make_config
+from femto_core.errors import UserError
+from femto_core.model import FullModel
 from femto_sft.packing import PACKINGS, Rows, best_fit_decreasing, first_fit_decreasing
+from femto_sft.plugin import SupervisedFineTuning
+from femto_sft.section import SFTSection
 
 DECREASING = ("ffd", "bfd")
 lengths_and_capacity = st.integers(1, 40).flatmap(
@@ -140,3 +149,20 @@ def test_a_hundred_thousand_conversations_take_under_a_second(packing: str, capa
         if seconds[-1] < 1:
             break
     assert min(seconds) < 1
+
+
+def test_packing_for_a_model_that_does_not_keep_documents_apart_is_refused_and_padding_is_not() -> None:
+    make: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        models = [FullModel(make(AutoConfig.for_model(name)), Mock()) for name in ("qwen3_5_text", "llama")]
+    config = {packing: config_of(packing) for packing in ("ffd", "bfd", "pad")}
+    plugin = SupervisedFineTuning()
+    for packing in ("ffd", "bfd"):
+        with pytest.raises(UserError, match=rf"sft\.packing = '{packing}' .*Qwen3_5ForCausalLM lets a .*packing pad"):
+            plugin.femto_transform_model(models[0], config[packing])
+        plugin.femto_transform_model(models[1], config[packing])
+    plugin.femto_transform_model(models[0], config["pad"])
+
+
+def config_of(packing: str) -> Config:
+    return make_config(config_class({"sft": SFTSection}), {"sft": {"packing": packing}}, {}, "")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from femto_core.commands import CommandRegistry
     from femto_core.config import Config
     from femto_core.data import Collator, Dataset
+    from femto_core.model import FullModel
     from femto_core.plugins import Plugins
     from femto_sft.cache import PackedRows
 
@@ -73,6 +74,14 @@ class SupervisedFineTuning:
         from femto_sft.collator import collate
 
         return collate
+
+    @hookimpl
+    def femto_transform_model(self, model: FullModel, config: Config) -> None:
+        from femto_ops.isolation import leak_between_documents
+
+        packing = config.section(SFTSection).packing
+        if packing != "pad" and (leak := leak_between_documents(model.module)):
+            raise UserError(f"sft.packing = {packing!r} packs conversations, but {leak}: --sft.packing pad")
 
 
 def inspect_command(options: InspectOptions, config: Config, plugins: Plugins) -> int:

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import nn
 
-from femto_core.errors import UserError, suggest
+from femto_core.errors import UserError
 from femto_core.mesh import Mesh
 from femto_core.model import Stage
 from femto_tp.column import ColumnGroup, gather_for
@@ -42,13 +42,13 @@ PLANS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3}
 def parallelize(stage: Stage, mesh: Mesh, *, sequence_parallel: bool, changes: Mapping[str, str]) -> None:
     """Shard the stage over the mesh's axis tp, in place. `changes` are added to the plan of the model's family.
 
-    Raises `UserError` for a module that no pattern matches, an unknown kind, a kind that drops one of the module's
-    parameters, and heads that the ranks cannot divide.
+    Raises `UserError` for a module that no pattern matches, a kind that drops one of the module's parameters, and heads
+    that the ranks cannot divide.
     """
     context = make_context(stage, mesh, sequence_parallel)
     plan = plan_for(stage, changes)
     shards = LocalShards(stage, context)
-    for name, module in list(modules_with_parameters(stage)):
+    for name, module in list(modules_with_parameters(stage.module)):
         kind = KINDS[plan[name]]
         loaders = {suffix: kind.loader(suffix, context) for suffix in own_parameters(module)}
         parameters = {suffix: shards.of(p, loaders[suffix]) for suffix, p in own_parameters(module).items()}
@@ -83,9 +83,9 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {suffix: parameter for suffix, parameter in module._parameters.items() if parameter is not None}
 
 
-def modules_with_parameters(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and module of every module of the stage that has parameters of its own."""
-    for name, module in stage.module.named_modules():
+def modules_with_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and module of every module of `model` that has parameters of its own."""
+    for name, module in model.named_modules():
         if own_parameters(module):
             yield name, module
 
@@ -127,26 +127,31 @@ def check_parameters_are_kept(built: nn.Module, parameters: Mapping[str, nn.Para
         raise UserError(f"{kind} drops the parameter {lost[0]} of {module}; name a kind that keeps it in [tp.plan]")
 
 
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Return the expression of a plan's `pattern`, in which * stands for one part of a name."""
+    return re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+
+
+def kinds_of(model: Any, changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of the kind of each module of `model` that has parameters; empty where no pattern matches."""
+    patterns = {**PLANS.get(model.config.model_type, {}), **changes}
+    compiled = [(compile_pattern(pattern), kind) for pattern, kind in patterns.items()]
+    plan = {}
+    for name, _ in modules_with_parameters(model):
+        plan[name] = next((kind for pattern, kind in reversed(compiled) if pattern.fullmatch(name)), "")
+    return plan
+
+
 def plan_for(stage: Stage, changes: Mapping[str, str]) -> dict[str, str]:
     """Return the kind of every module of the stage that has parameters."""
-    family = stage.config.model_type
-    patterns = {**PLANS.get(family, {}), **changes}
-    for pattern, kind in changes.items():
-        if kind not in KINDS:
+    plan = kinds_of(stage.module, changes)
+    for name, kind in plan.items():
+        if not kind:
             raise UserError(
-                f"tp.plan: {pattern} = {kind!r} is not a parallel kind{suggest(kind, KINDS)} "
-                f"(kinds: {', '.join(KINDS)})"
-            )
-    compiled = [(re.compile(re.escape(p).replace(r"\*", "[^.]+")), kind) for p, kind in patterns.items()]
-    plan: dict[str, str] = {}
-    for name, module in modules_with_parameters(stage):
-        found = [kind for pattern, kind in compiled if pattern.fullmatch(name)]
-        if not found:
-            raise UserError(
-                f"tp does not know how to shard {name} ({type(module).__name__}) of a {family} model; say it in TOML: "
+                f"tp does not know how to shard {name} ({type(stage.module.get_submodule(name)).__name__}) of a "
+                f"{stage.config.model_type} model; say it in TOML: "
                 f'[tp.plan] "{re.sub(r"[0-9]+", "*", name)}" = one of {", ".join(KINDS)}'
             )
-        plan[name] = found[-1]
     return plan
 
 

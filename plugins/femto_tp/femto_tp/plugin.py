@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from femto_core.config import Config
     from femto_core.loss import TokenStatistics
     from femto_core.mesh import Axis, Mesh
-    from femto_core.model import Stage
+    from femto_core.model import FullModel, Stage
 
 ORDER = 100
 """Innermost: tensor parallel ranks communicate most, and belong on one machine."""
@@ -69,6 +69,12 @@ class TensorParallelism:
                 flush=True,
             )
         return [Axis("tp", size, ORDER, "nothing")]
+
+    @hookimpl(trylast=True)  # other plugins' modules may be in the plan
+    def femto_transform_model(self, model: FullModel, config: Config) -> None:
+        from femto_tp.plan_check import check_plan
+
+        check_plan(model.module, config.section(TPSection).plan)
 
     @hookimpl
     def femto_parallelize(self, stage: Stage, mesh: Mesh, config: Config) -> None:
