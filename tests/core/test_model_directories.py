@@ -25,7 +25,16 @@ from femto_ops.hugging_face import INDEX, SINGLE
 from tests.models import tiny_config
 
 NORM = "model.norm.weight"
-MISSING: Any = object()
+
+
+class _Missing:
+    """A key that is taken away; its name is the same in every process, since pytest's ids contain it."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Any = _Missing()
 
 
 @pytest.fixture(scope="module")
