@@ -98,8 +98,8 @@ def check_identity(checkpoint: Checkpoint, state: RunState) -> None:
             )
 
 
-def check_export(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Refuse an export whose tensors are not exactly the parameters of the model in `folder`/config.json.
+def check_export(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> torch.nn.Module:
+    """Return the model of `folder`/config.json; refuse an export whose tensors are not exactly its parameters.
 
     `shapes` has the exported tensors by name. transformers builds the model on the meta device; a tied weight counts
     once. Raises `UserError` also where transformers cannot build it, since nothing could then be compared.
@@ -118,6 +118,7 @@ def check_export(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], 
             raise UserError(
                 f"{path} would be exported with {name} of shape {shape}, which {kind} has as {wanted[name]}{hint}"
             )
+    return model
 
 
 def _meta_model(path: Path, folder: Path) -> torch.nn.Module:
@@ -126,6 +127,6 @@ def _meta_model(path: Path, folder: Path) -> torch.nn.Module:
     except ModelError as error:
         raise UserError(
             f"{path} cannot be exported: transformers {transformers.__version__} cannot build the model of its "
-            f"config.json ({error}), so the tensors' names cannot be checked; install a transformers that has this model"
+            f"config.json ({error}), so the tensors' names cannot be checked; install one that has this model"
         ) from None
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from femto_checkpoint.compatibility import check_export
-from femto_checkpoint.files import WEIGHTS, copy_files, write_json, write_safetensors
+from femto_checkpoint.files import WEIGHTS, copy_files, raw_bytes, write_json, write_safetensors
 from femto_checkpoint.generation import GENERATION, write_generation
 from femto_checkpoint.index import MASTER, Checkpoint
 from femto_checkpoint.options import ExportConfig
@@ -22,9 +23,12 @@ from femto_checkpoint.writer import MODEL
 from femto_core.checkpoint import ExportTensor
 from femto_core.errors import UserError
 from femto_data.atomic import atomic_path, sync
+from femto_ops.conversion import names_as_saved, split_as_saved
 from femto_ops.hugging_face import CONFIG, ModelError, read_config, read_json
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PARAMETERS_OF_AN_EXPERT = 2
+"""How many tensors of experts are in memory at once: names are written in order, and an expert is part of two."""
 FOREIGN = ("quantization_config", "auto_map", "transformers_weights")
 """Keys that tell from_pretrained of numbers, code and files that the export does not have."""
 
@@ -61,8 +65,8 @@ def export(path: Path, config: ExportConfig, change: Change | None = None) -> li
         with atomic_path(output) as partial:
             copy_files(path / MODEL, side, partial)  # the transformers config and the tokenizer
             _write_configs(partial, model_config, config.dtype)
-            check_export(checkpoint, {name: tensor.shape for name, tensor in tensors.items()}, partial)
-            files = _write(tensors, partial, config)
+            model = check_export(checkpoint, {name: tensor.shape for name, tensor in tensors.items()}, partial)
+            files = _write(as_saved(model, tensors), partial, config)
         sync(output.parent)
     except OSError as error:
         raise UserError(f"{config.output} cannot be written: {error}") from None
@@ -84,6 +88,27 @@ def saved_tensors(checkpoint: Checkpoint) -> dict[str, ExportTensor]:
         return read
 
     return {key: ExportTensor(saved.shape, reader(key)) for key, saved in checkpoint.index.tensors.items()}
+
+
+def as_saved(model: torch.nn.Module, tensors: Mapping[str, ExportTensor]) -> dict[str, ExportTensor]:
+    """Return the parameters as save_pretrained writes them: the experts of a layer as a tensor each."""
+
+    @functools.lru_cache(maxsize=PARAMETERS_OF_AN_EXPERT)
+    def split(name: str) -> dict[str, torch.Tensor]:
+        return split_as_saved(model, name, tensors[name].read().detach())
+
+    def read(name: str, key: str) -> torch.Tensor:
+        return split(name)[key]
+
+    names = names_as_saved(model, {name: tensor.shape for name, tensor in tensors.items()})
+    result = {}
+    for name, parts in names.items():
+        if parts == {name: tensors[name].shape}:
+            result[name] = tensors[name]
+            continue
+        for key, shape in parts.items():
+            result[key] = ExportTensor(shape, functools.partial(read, name, key))
+    return result
 
 
 def _write(tensors: Mapping[str, ExportTensor], folder: Path, config: ExportConfig) -> list[str]:
@@ -153,9 +178,5 @@ def _compare(
         with safe_open(folder / file, framework="pt") as written:
             for name in shard:
                 found, meant = written.get_tensor(name), _value(name, tensors[name], dtype)
-                if not torch.equal(_raw(found), _raw(meant)):
+                if not torch.equal(raw_bytes(found), raw_bytes(meant)):
                     raise OSError(f"{folder / file}: {name} does not read back as it was written")
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)  # bytes: NaN is not equal to itself

@@ -81,7 +81,8 @@ def _load_config(section: ModelSection) -> PretrainedConfig:
 
 def _make_config(section: ModelSection) -> PretrainedConfig:
     try:
-        check_sizes({**attrs.asdict(section), "intermediate_size": section.intermediate_size or 1}, "model.")
+        left_out = {key: 1 for key in ("vocab_size", "intermediate_size") if not getattr(section, key)}
+        check_sizes({**attrs.asdict(section), **left_out}, "model.")
     except ModelError as error:
         raise UserError(str(error)) from None
     if section.hidden_size % section.heads or (section.hidden_size // section.heads) % 2:

@@ -49,8 +49,9 @@ def router_problem(config: Any) -> str:
     of = ", ".join(f"{key} {value:g}" for key, value in wanted.items())
     return (
         f"config.json asks for a router loss (output_router_logits{of and f', {of}'}): a product of means over all "
-        "tokens and layers of a batch, which micro-batches, ranks and stages cannot add up to; set output_router_logits to "
-        "false there to train without it, or add a loss of each layer's own by a plugin (side losses)"
+        "tokens and layers of a batch, which micro-batches, ranks and stages cannot add up to; set "
+        "output_router_logits to false there to train without it, or add a loss of each layer's own by a "
+        "plugin (side losses)"
     )
 
 

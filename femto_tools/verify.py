@@ -202,7 +202,7 @@ def compare(one: Any, several: Any) -> Iterator[Difference]:
 def print_differences(differences: Sequence[Difference], uncut: Sequence[str] = ()) -> int:
     """Print the table and its verdict; return 1 if a difference is larger than the bound.
 
-    `uncut` are mesh axes that plugins asked for, and along which there is one rank: a run is not called equal with them.
+    `uncut` are mesh axes that plugins asked for, and along which there is one rank: what they cut was not compared.
     """
     width = max(len(difference.what) for difference in differences)
     print(f"{'relative difference':<{width}}  {'gradient':>9}  {'weight':>9}")

@@ -25,16 +25,7 @@ from femto_ops.hugging_face import INDEX, SINGLE
 from tests.models import tiny_config
 
 NORM = "model.norm.weight"
-
-
-class _Missing:
-    """A key that is taken away; its name is the same in every process, since pytest's ids contain it."""
-
-    def __repr__(self) -> str:
-        return "MISSING"
-
-
-MISSING: Any = _Missing()
+MISSING: Any = ...
 
 
 @pytest.fixture(scope="module")
