@@ -91,8 +91,8 @@ def main() -> None:
     trainer.train_step(), trainer.train_step()
     tensors = everything(trainer)
     size = sum(t.nbytes for t in tensors.values()) / 2**20
-    store = CheckpointStore(trainer.mesh, CheckpointSection(keep=1))
-    waiting = CheckpointStore(trainer.mesh, CheckpointSection(keep=1, wait=True))
+    store = CheckpointStore(trainer.mesh, CheckpointSection(keep=1), {})
+    waiting = CheckpointStore(trainer.mesh, CheckpointSection(keep=1, wait=True), {})
     results: list[tuple[float, ...]] = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from femto_checkpoint.files import DTYPES, checksum_of
 from femto_checkpoint.index import MASTER, Checkpoint
@@ -17,6 +17,7 @@ from femto_checkpoint.writer import MODEL
 from femto_core.checkpoint import RunState
 from femto_core.errors import UserError
 from femto_data.tokenizer import TOKENIZER_FILES, saved_tokenizer_fingerprint
+from femto_ops.hugging_face import ModelError, build_causal_lm, read_config
 
 WEIGHTS_ONLY = "to load only its weights, set --checkpoint.weights-only"
 NOT_COMPARED = {
@@ -97,8 +98,8 @@ def check_identity(checkpoint: Checkpoint, state: RunState) -> None:
             )
 
 
-def check_export(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Refuse an export whose tensors are not exactly the parameters of the model in `folder`/config.json.
+def check_export(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> torch.nn.Module:
+    """Return the model of `folder`/config.json; refuse an export whose tensors are not exactly its parameters.
 
     `shapes` has the exported tensors by name. transformers builds the model on the meta device; a tied weight counts
     once. Raises `UserError` also where transformers cannot build it, since nothing could then be compared.
@@ -117,18 +118,15 @@ def check_export(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], 
             raise UserError(
                 f"{path} would be exported with {name} of shape {shape}, which {kind} has as {wanted[name]}{hint}"
             )
+    return model
 
 
 def _meta_model(path: Path, folder: Path) -> torch.nn.Module:
-    make: Any = AutoModelForCausalLM.from_config
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            model: torch.nn.Module = make(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        model: torch.nn.Module = build_causal_lm(read_config(folder), "")
+    except ModelError as error:
         raise UserError(
             f"{path} cannot be exported: transformers {transformers.__version__} cannot build the model of its "
-            f"config.json ({' '.join(str(error).split())[:200]}), so the tensors' names cannot be checked; install a "
-            "transformers that has this model"
+            f"config.json ({error}), so the tensors' names cannot be checked; install one that has this model"
         ) from None
     return model

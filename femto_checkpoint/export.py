@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -10,19 +11,26 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from femto_checkpoint.compatibility import check_export
-from femto_checkpoint.files import WEIGHTS, copy_files, write_json, write_safetensors
+from femto_checkpoint.files import WEIGHTS, copy_files, raw_bytes, write_json, write_safetensors
+from femto_checkpoint.generation import GENERATION, write_generation
 from femto_checkpoint.index import MASTER, Checkpoint
 from femto_checkpoint.options import ExportConfig
 from femto_checkpoint.writer import MODEL
 from femto_core.checkpoint import ExportTensor
 from femto_core.errors import UserError
 from femto_data.atomic import atomic_path, sync
+from femto_ops.conversion import names_as_saved, split_as_saved
+from femto_ops.hugging_face import CONFIG, ModelError, read_config, read_json
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SPECIAL = ("bos", "eos", "pad")
+PARAMETERS_OF_AN_EXPERT = 2
+"""How many tensors of experts are in memory at once: names are written in order, and an expert is part of two."""
+FOREIGN = ("quantization_config", "auto_map", "transformers_weights")
+"""Keys that tell from_pretrained of numbers, code and files that the export does not have."""
 
 Change = Callable[[dict[str, ExportTensor], Mapping[str, ExportTensor], Mapping[str, Any]], None]
 """Edits the tensors to export, by parameter name, in place. Also given: every tensor of the checkpoint, as
@@ -40,6 +48,10 @@ def export(path: Path, config: ExportConfig, change: Change | None = None) -> li
     listed = [name for name in checkpoint.index.files if name.startswith(f"{MODEL}/")]
     checkpoint.verify(listed)
     side = [name.removeprefix(f"{MODEL}/") for name in listed if not WEIGHTS.search(name)]
+    try:
+        model_config = read_config(path / MODEL)
+    except ModelError as error:
+        raise UserError(f"{path} cannot be exported: {error}") from None
     saved = saved_tensors(checkpoint)
     tensors = {name: saved[f"{MASTER}/{name}"] for name in checkpoint.parameters}
     if change is not None:
@@ -52,9 +64,9 @@ def export(path: Path, config: ExportConfig, change: Change | None = None) -> li
     try:
         with atomic_path(output) as partial:
             copy_files(path / MODEL, side, partial)  # the transformers config and the tokenizer
-            _write_configs(partial, config.dtype)
-            check_export(checkpoint, {name: tensor.shape for name, tensor in tensors.items()}, partial)
-            files = _write(tensors, partial, config)
+            _write_configs(partial, model_config, config.dtype)
+            model = check_export(checkpoint, {name: tensor.shape for name, tensor in tensors.items()}, partial)
+            files = _write(as_saved(model, tensors), partial, config)
         sync(output.parent)
     except OSError as error:
         raise UserError(f"{config.output} cannot be written: {error}") from None
@@ -76,6 +88,27 @@ def saved_tensors(checkpoint: Checkpoint) -> dict[str, ExportTensor]:
         return read
 
     return {key: ExportTensor(saved.shape, reader(key)) for key, saved in checkpoint.index.tensors.items()}
+
+
+def as_saved(model: torch.nn.Module, tensors: Mapping[str, ExportTensor]) -> dict[str, ExportTensor]:
+    """Return the parameters as save_pretrained writes them: the experts of a layer as a tensor each."""
+
+    @functools.lru_cache(maxsize=PARAMETERS_OF_AN_EXPERT)
+    def split(name: str) -> dict[str, torch.Tensor]:
+        return split_as_saved(model, name, tensors[name].read().detach())
+
+    def read(name: str, key: str) -> torch.Tensor:
+        return split(name)[key]
+
+    names = names_as_saved(model, {name: tensor.shape for name, tensor in tensors.items()})
+    result = {}
+    for name, parts in names.items():
+        if parts == {name: tensors[name].shape}:
+            result[name] = tensors[name]
+            continue
+        for key, shape in parts.items():
+            result[key] = ExportTensor(shape, functools.partial(read, name, key))
+    return result
 
 
 def _write(tensors: Mapping[str, ExportTensor], folder: Path, config: ExportConfig) -> list[str]:
@@ -124,33 +157,17 @@ def _value(name: str, tensor: ExportTensor, dtype: torch.dtype) -> torch.Tensor:
     return converted
 
 
-def _write_configs(folder: Path, dtype: str) -> None:
-    path = folder / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    config |= {"dtype": dtype, "use_cache": True}  # training disables the cache that generation wants
-    if not config.get("architectures") and (name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])):
-        config["architectures"] = [name]  # transformers can do without; other programs choose their code by it
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tokens: dict[str, Any] = _special_tokens(folder)
-    tokens |= {key: config[key] for kind in SPECIAL if config.get(key := f"{kind}_token_id") is not None}
-    (folder / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
-
-
-def _special_tokens(folder: Path) -> dict[str, int]:
-    """Return `bos_token_id`, `eos_token_id` and `pad_token_id` as far as the tokenizer's files name those tokens."""
-    try:
-        names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
-        ids = {token["content"]: token["id"] for token in added}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    found = {}
-    for kind in SPECIAL:
-        name = names.get(f"{kind}_token")
-        name = name.get("content") if isinstance(name, dict) else name
-        if name in ids:
-            found[f"{kind}_token_id"] = ids[name]
-    return found
+def _write_configs(folder: Path, config: PretrainedConfig, dtype: str) -> None:
+    path = folder / CONFIG
+    values = read_json(path)
+    values |= {"dtype": dtype, "use_cache": True}  # training disables the cache that generation wants
+    for key in FOREIGN:
+        values.pop(key, None)
+    if not values.get("architectures") and (name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)):
+        values["architectures"] = [name]  # transformers can do without; other programs choose their code by it
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if not (folder / GENERATION).exists():  # a checkpoint of an older femto
+        write_generation(folder, config, {})
 
 
 def _compare(
@@ -161,9 +178,5 @@ def _compare(
         with safe_open(folder / file, framework="pt") as written:
             for name in shard:
                 found, meant = written.get_tensor(name), _value(name, tensors[name], dtype)
-                if not torch.equal(_raw(found), _raw(meant)):
+                if not torch.equal(raw_bytes(found), raw_bytes(meant)):
                     raise OSError(f"{folder / file}: {name} does not read back as it was written")
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)  # bytes: NaN is not equal to itself

@@ -76,7 +76,7 @@ def write_safetensors(
             tensor = read(name)
             if not tensor.numel():
                 continue
-            raw = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+            raw = raw_bytes(tensor).numpy()
             for at in range(0, len(raw), CHUNK):
                 part: Any = raw[at : at + CHUNK]
                 file.write(part)
@@ -85,6 +85,11 @@ def write_safetensors(
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": written, "xxh3": checksum.hexdigest()}
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's values: two are equal bit by bit, NaN too."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def checksum_of(path: Path) -> FileSums:

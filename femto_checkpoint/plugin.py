@@ -32,9 +32,10 @@ def femto_commands(registry: CommandRegistry) -> None:
 
 @hookimpl
 def femto_checkpointer(config: Config, mesh: Mesh) -> Checkpointer:
+    from femto_checkpoint.generation import source_generation
     from femto_checkpoint.store import CheckpointStore
 
-    return CheckpointStore(mesh, config.checkpoint)
+    return CheckpointStore(mesh, config.checkpoint, source_generation(config.model))
 
 
 def export_command(hooks: Hooks, options: ExportOptions) -> int:

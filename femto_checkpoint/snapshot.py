@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from femto_checkpoint.files import DTYPES
+from femto_checkpoint.files import DTYPES, raw_bytes
 from femto_checkpoint.index import MASTER, TORCH_DTYPES, SavedBox, SavedTensor, Scalar
 from femto_core.checkpoint import RunState
 from femto_core.layout import Box, ParamLayout
@@ -187,3 +187,16 @@ def plain_copy(value: Any, where: str) -> Any:
     raise TypeError(
         f"{where} is a {type(value).__name__}; a part of a checkpoint may hold plain values and tensors only"
     )
+
+
+def equal_states(a: Any, b: Any) -> bool:
+    """Return whether two states of a part, of plain values and tensors, are equal; NaN equals NaN."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and raw_bytes(a).equal(raw_bytes(b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_states(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal_states, a, b))
+    return bool(a == b) or (a != a and b != b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 from collections.abc import Callable
@@ -10,10 +11,17 @@ from typing import Any
 
 import torch
 
-from femto_checkpoint.compatibility import check_identity, check_model, check_parameters, check_tokenizer, plain_config
+from femto_checkpoint.compatibility import (
+    WEIGHTS_ONLY,
+    check_identity,
+    check_model,
+    check_parameters,
+    check_tokenizer,
+    plain_config,
+)
 from femto_checkpoint.folder import committed, complete_checkpoints, latest_checkpoint, sweep
 from femto_checkpoint.index import MASTER, Checkpoint, DamagedError
-from femto_checkpoint.snapshot import plain_copy, restore, take_snapshot
+from femto_checkpoint.snapshot import equal_states, plain_copy, restore, take_snapshot
 from femto_checkpoint.writer import Writer, partial_folder, reason_of
 from femto_core.checkpoint import RunState, Stateful
 from femto_core.errors import UserError
@@ -22,13 +30,15 @@ from femto_core.sections import CheckpointSection
 from femto_data.atomic import sync
 
 LAST_CHANCE_S = 15.0
+PARTS = re.compile(r"rank-\d{5,}\.pt")
 
 
 class CheckpointStore:
     """The checkpoints of a run. Each rank writes its own files; rank 0 commits when all ranks have written."""
 
-    def __init__(self, mesh: Mesh, section: CheckpointSection) -> None:
-        self._mesh, self._section = mesh, section
+    def __init__(self, mesh: Mesh, section: CheckpointSection, generation: dict[str, Any]) -> None:
+        """`generation`: the generation config of the model that training starts from, which checkpoints keep."""
+        self._mesh, self._section, self._generation = mesh, section, generation
         self._writer: Writer | None = None
 
     @property
@@ -66,6 +76,7 @@ class CheckpointStore:
             parts={name: plain_copy(part.state_dict(), f"part {name!r}") for name, part in everything.items()},
             state=state,
             model=plain_config(state.model_config),
+            generation=self._generation,
             on_failure=on_failure,
         )
         self._writer.start()
@@ -130,6 +141,7 @@ class CheckpointStore:
             checkpoint.verify(wanted[self._mesh.rank :: self._mesh.world_size])
             if not weights_only:
                 parts = self._read_parts(checkpoint, state)
+                self._check_parts(checkpoint, state, parts)
         except UserError as error:
             problem = error
         self._agree(problem, path, files)
@@ -172,22 +184,33 @@ class CheckpointStore:
             for field in [MASTER, *(fields.get(name, ()) if share.trainable and share.master.numel() else ())]:
                 if f"{field}/{name}" in checkpoint.index.tensors:
                     files |= checkpoint.files_for(f"{field}/{name}", share.layout.owned())
-        return files if weights_only else files | {f"rank-{self._parts_rank(checkpoint):05}.pt"}
+        return files if weights_only else files | {parts_file(self._parts_rank(checkpoint))}
 
     def _read_parts(self, checkpoint: Checkpoint, state: RunState) -> dict[str, Any]:
-        file = f"rank-{self._parts_rank(checkpoint):05}.pt"
-        checkpoint.verify([file])  # every rank verifies the file it parses, before it parses it
-        try:
-            # weights_only=True builds plain values and tensors, and never runs code from the file.
-            parts = torch.load(checkpoint.path / file, map_location="cpu", weights_only=True)
-            missing = [name for name in self._wanted_parts(checkpoint, state) if name not in parts]
-        except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
-            raise DamagedError(f"{checkpoint.path / file} cannot be read: {type(error).__name__}") from None
-        if missing:
+        parts = read_parts(checkpoint, parts_file(self._parts_rank(checkpoint)))
+        if missing := [name for name in self._wanted_parts(checkpoint, state) if name not in parts]:
             raise UserError(
                 f"{checkpoint.path} has no part {missing[0]!r}: it was saved without the plugin that keeps that part"
             )
-        return dict(parts)
+        return parts
+
+    def _check_parts(self, checkpoint: Checkpoint, state: RunState, parts: dict[str, Any]) -> None:
+        """Refuse, under another layout than the saved one, a part of which rank 0's state is not every rank's.
+
+        Every rank compares some of the saved ranks' parts with rank 0's `parts`.
+        """
+        if checkpoint.index.layout == str(self._mesh):
+            return
+        others = sorted(name for name in checkpoint.index.files if PARTS.fullmatch(name))[1:]
+        for file in others[self._mesh.rank :: self._mesh.world_size]:
+            theirs = read_parts(checkpoint, file)
+            for name in state.parts:
+                if name not in theirs or not equal_states(parts[name], theirs[name]):
+                    raise UserError(
+                        f"{checkpoint.path}: the ranks saved different states of the part {name!r} (rank-00000.pt, "
+                        f"{file}), which fit only the layout that saved them ({checkpoint.index.layout}; this run has "
+                        f"{self._mesh}); resume under that layout, or {WEIGHTS_ONLY}"
+                    )
 
     def _load_parts(self, checkpoint: Checkpoint, state: RunState, parts: dict[str, Any]) -> UserError | None:
         """Load this rank's parts; return what is wrong with the first that does not take what was saved."""
@@ -195,7 +218,7 @@ class CheckpointStore:
             try:
                 part.load_state_dict(parts[name])
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-                file = checkpoint.path / f"rank-{self._parts_rank(checkpoint):05}.pt"
+                file = checkpoint.path / parts_file(self._parts_rank(checkpoint))
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 return DamagedError(f"{file}: the part {name!r} cannot be taken over ({reason})")
         return None
@@ -220,6 +243,21 @@ def prepare(folder: Path, partial: Path, step: int) -> str:
         return f"checkpoint of step {step} cannot be written: {final} exists and is not a checkpoint; move it away"
     partial.mkdir()
     return ""
+
+
+def parts_file(rank: int) -> str:
+    """Return the name of the file of a rank's parts."""
+    return f"rank-{rank:05}.pt"
+
+
+def read_parts(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
+    """Return the parts in a rank's `file` by name, verified. Raises `DamagedError` where it cannot be read."""
+    checkpoint.verify([file])  # every rank verifies the file it parses, before it parses it
+    try:
+        # weights_only=True builds plain values and tensors, and never runs code from the file.
+        return dict(torch.load(checkpoint.path / file, map_location="cpu", weights_only=True))
+    except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
+        raise DamagedError(f"{checkpoint.path / file} cannot be read: {type(error).__name__}") from None
 
 
 def kept_fields(checkpoint: Checkpoint) -> dict[str, set[str]]:

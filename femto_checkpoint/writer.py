@@ -23,6 +23,7 @@ import torch
 
 from femto_checkpoint.files import FileSums, checksum_of, copy_files, side_files, write_json, write_safetensors
 from femto_checkpoint.folder import PARTIAL, REPLACED, latest_checkpoint, record, rotate
+from femto_checkpoint.generation import write_generation
 from femto_checkpoint.index import FORMAT, Index, SavedTensor, Scalar, write_index
 from femto_checkpoint.snapshot import Snapshot, merge, merge_scalars
 from femto_core.checkpoint import RunState
@@ -48,6 +49,8 @@ class Writer:
     parts: dict[str, Any]
     state: RunState
     model: dict[str, Any]
+    generation: dict[str, Any]
+    """The generation config of the model that training started from."""
     on_failure: Callable[[], None]
     """Called in the thread after `failure` is set."""
     failure: BaseException | None = None
@@ -162,6 +165,7 @@ class Writer:
         self.state.model_config.save_pretrained(
             folder
         )  # last, since the tokenizer's folder may have another config.json
+        write_generation(folder, self.state.model_config, self.generation)
         sync_tree(folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         return {path.relative_to(self.partial).as_posix(): checksum_of(path) for path in files}

@@ -106,7 +106,7 @@ def build_trainer(config: Config, plugins: Plugins) -> Trainer:
     loader = hooks.seat(specs.femto_loader, config=config, mesh=mesh, dataset=dataset, collator=collator)
     config = fill_vocab_size(config, dataset)
     model = hooks.seat(specs.femto_model, config=config)
-    check_vocabulary(dataset, model.config.vocab_size)
+    check_vocabulary(model.config.vocab_size, dataset, held_out)
     if problem := fit(model.module, config.data.seq_len, getattr(torch, config.train.dtype)):
         raise UserError(problem)
     hooks.call(specs.femto_transform_model, model=model, config=config)
@@ -213,13 +213,21 @@ def fill_vocab_size(config: Config, dataset: Dataset) -> Config:
     return attrs.evolve(config, model=attrs.evolve(config.model, vocab_size=dataset.vocab_size))
 
 
-def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
-    """Refuse data with token ids that the model does not have."""
-    if dataset.vocab_size > vocab_size:
-        raise UserError(
-            f"the data uses a vocabulary of {dataset.vocab_size}, the model has only {vocab_size}; use the model's own "
-            "tokenizer for femto preprocess, or set --model.vocab-size"
-        )
+def check_vocabulary(size: int, *datasets: Dataset) -> None:
+    """Refuse data with token ids that a model of `size` rows of embedding does not have.
+
+    A tokenizer may have more tokens than that; where it has, a dataset with a method `largest_id()` is asked for the
+    largest that its rows hold.
+    """
+    for dataset in datasets:
+        largest = dataset.vocab_size - 1
+        if largest >= size and (ask := getattr(dataset, "largest_id", None)):
+            largest = ask()
+        if largest >= size:
+            raise UserError(
+                f"the data holds token ids up to {largest}, the model has only {size} tokens; use the model's own "
+                "tokenizer for femto preprocess, or set --model.vocab-size"
+            )
 
 
 def check_memory(stage: Stage, precision: Precision, mesh: Mesh) -> None:

@@ -248,7 +248,7 @@ def femto_checkpointer(config: Config, mesh: Mesh) -> Checkpointer | None:
 
 @spec("setup")
 def femto_checkpoint_state() -> tuple[str, Stateful]:
-    """Return (name, object with state_dict and load_state_dict): a part to save and load with the run.
+    """Return (name, object with state_dict and load_state_dict): a part of checkpoints, equal on all ranks.
 
     When: once, before the first save or load; a save follows `femto_step_end` of its step. Default: none.
     """

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from femto_core.errors import UserError, suggest
 from femto_core.layout import Box
+from femto_ops.conversion import saved_parameters
 from femto_ops.hugging_face import ModelError, weight_files
 from femto_ops.initial_weights import InitialWeights
 
@@ -70,11 +71,19 @@ class SafetensorsWeights:
                 if key in self._where:
                     raise UserError(f"{directory}: {key} is in both {self._where[key]} and {name}")
                 self._where[key] = name
-        self._check(model)
+        try:
+            self._saved, left = saved_parameters(model, {key: self._slice(key).get_shape() for key in self._where})
+        except ModelError as error:
+            raise UserError(f"{directory}: {error}") from None
+        self._check(model, left)
 
     def read(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
-        values = self._files[self._where[name]].get_slice(name)
-        return [values[box.slices()] for box in boxes]
+        saved = self._saved[name]
+        whole = saved.assemble(lambda key: self._slice(key)[:])[name] if saved.converter else self._slice(*saved.keys)
+        return [whole[box.slices()] for box in boxes]
+
+    def _slice(self, key: str) -> Any:
+        return self._files[self._where[key]].get_slice(key)
 
     def _open(self, name: str) -> Any:
         try:
@@ -82,37 +91,38 @@ class SafetensorsWeights:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self._directory / name} is damaged or truncated: {error}") from None
 
-    def _check(self, model: Any) -> None:
+    def _check(self, model: Any, left: Sequence[str]) -> None:
         wanted = dict(model.named_parameters())
         aliases = set(dict(model.named_parameters(remove_duplicate=False))) - set(wanted)
         ignored = [re.compile(p) for p in (getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
         ignored.append(re.compile(r"rotary_emb\.inv_freq$"))  # older transformers saved what is computed today
-        missing = [name for name in wanted if name not in self._where]
-        extra = [
-            name
-            for name in self._where
-            if name not in wanted and name not in aliases and not any(p.search(name) for p in ignored)
-        ]
+        missing = [name for name in wanted if name not in self._saved]
+        extra = [name for name in left if not any(p.search(name) for p in ignored)]
         if missing:
             raise UserError(
                 f"{self._directory} lacks {len(missing)} of the model's {len(wanted)} parameters, the first of them "
                 f"{missing[0]}{suggest(missing[0], extra)}"
             )
+        if buffers := [name for name in extra if name in model.state_dict()]:
+            raise UserError(
+                f"{self._directory} holds {buffers[0]}, a buffer of {type(model).__name__}, and femto trains and saves "
+                "parameters only; this architecture is not supported"
+            )
         if extra:
             raise UserError(
                 f"{self._directory} holds {len(extra)} tensors the model does not have, the first {extra[0]}"
             )
-        for name in [*wanted, *sorted(aliases & set(self._where))]:
-            saved, file = self._files[self._where[name]].get_slice(name), self._directory / self._where[name]
-            if (dtype := saved.get_dtype()) not in PLAIN:
-                raise UserError(
-                    f"{file}: {name} is {dtype}, quantised, and its numbers mean nothing without their scales; use the "
-                    "model's weights in BF16, F16 or F32"
-                )
-            found, asked = tuple(saved.get_shape()), tuple(model.get_parameter(name).shape)
+        for name in [*wanted, *sorted(aliases & set(self._saved))]:
+            for key in self._saved[name].keys:
+                if (dtype := self._slice(key).get_dtype()) not in PLAIN:
+                    raise UserError(
+                        f"{self._directory / self._where[key]}: {key} is {dtype}, quantised, and its numbers mean "
+                        "nothing without their scales; use the model's weights in BF16, F16 or F32"
+                    )
+            found, asked = tuple(self._saved[name].shape), tuple(model.get_parameter(name).shape)
             if found != asked:
                 raise UserError(f"{self._directory}: {name} has shape {found}, but config.json asks for {asked}")
-        for alias in sorted(aliases & set(self._where)):
+        for alias in sorted(aliases & set(self._saved)):
             self._check_alias(alias, model)
 
     def _check_alias(self, alias: str, model: Any) -> None:

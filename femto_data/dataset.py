@@ -164,6 +164,10 @@ class PackedDataset(Dataset[Tensor]):
             raise IndexError(f"row {index} of {self.file}, which has rows 0 to {self._length - 1}")
         return torch.from_numpy(self._rows[index].astype(np.int64))
 
+    def largest_id(self) -> int:
+        """Return the largest token id in the rows, all of which are read."""
+        return int(self._rows.max())
+
     def check_rows(self) -> None:
         """Read all rows. Raises UserError if their digest is not the one recorded when they were written."""
         digest = _digest(self._metadata)

@@ -29,6 +29,7 @@ from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 from femto_core.trainer import Trainer
 from femto_data.tokenizer import saved_tokenizer_fingerprint
+from femto_ops.hugging_face import ModelError
 from femto_tools.testing import RandomRows, RandomTask, WorkerPool, make_trainer
 from tests.checkpoint.runs import Values, checkpoint_of, train_until, values
 
@@ -405,9 +406,9 @@ def test_a_model_that_transformers_does_not_have_is_refused_since_its_names_cann
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*_: object, **__: object) -> None:
-        raise ValueError("no model of type 'new'")
+        raise ModelError("no model of type 'new'")
 
-    monkeypatch.setattr("femto_checkpoint.compatibility.AutoConfig.from_pretrained", unknown)
+    monkeypatch.setattr("femto_checkpoint.compatibility.build_causal_lm", unknown)
     with pytest.raises(UserError, match=r"cannot build the model .*\(no model of type 'new'\), so .* be checked"):
         export(checkpoint_of(saved, 1), ExportConfig(output=str(tmp_path / "out")))
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import attrs
 import pytest
 import torch
 
+from femto_checkpoint.snapshot import equal_states
 from femto_core.errors import UserError
 from femto_core.hookspecs import hookimpl
 from femto_tools.testing import RandomTask, WorkerPool, make_trainer
@@ -279,14 +282,14 @@ class DiaryTask(RandomTask):
         return self.name, self.diary
 
 
-def keep_a_diary(settings: Values, pages: int) -> tuple[int, float] | str:
+def keep_a_diary(settings: Values, pages: int, *, per_rank: bool = True) -> tuple[int, float] | str:
     task = DiaryTask()
     try:
         trainer = make_trainer(settings, (), {"random_task": task})
     except UserError as error:
         return str(error)
     if pages:
-        task.diary.pages = pages + trainer.mesh.rank
+        task.diary.pages = pages + trainer.mesh.rank * per_rank
         trainer.train_step()
         task.diary.average.fill_(2.5)
         trainer.save()
@@ -299,7 +302,45 @@ def keep_a_diary(settings: Values, pages: int) -> tuple[int, float] | str:
 def test_a_plugins_part_is_saved_by_each_rank_as_it_was_at_the_call(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, keep_a_diary, values(tmp_path), 7)
     assert pool.run(2, keep_a_diary, values(tmp_path, "auto"), 0) == [(7, 2.5), (8, 2.5)]
-    assert pool.run(4, keep_a_diary, values(tmp_path, "auto"), 0) == [(7, 2.5)] * 4, "elsewhere, the first rank's"
+
+
+def test_a_part_that_all_ranks_share_is_loaded_under_any_layout(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, partial(keep_a_diary, per_rank=False), values(tmp_path), 7)
+    for size in (1, 4):
+        assert pool.run(size, keep_a_diary, values(tmp_path, "auto"), 0) == [(7, 2.5)] * size
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_part_that_differs_between_ranks_is_refused_under_another_layout(
+    pool: WorkerPool, tmp_path: Path, size: int
+) -> None:
+    pool.run(2, keep_a_diary, values(tmp_path), 7)
+    answers = pool.run(size, keep_a_diary, values(tmp_path, "auto"), 0)
+    assert len({*answers}) == 1
+    assert answers[0].startswith(
+        f"{checkpoint_of(tmp_path, 1)}: the ranks saved different states of the part 'diary' (rank-00000.pt, "
+        "rank-00001.pt), which fit only the layout that saved them ("
+    )
+    assert answers[0].endswith("resume under that layout, or to load only its weights, set --checkpoint.weights-only")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ({"a": [1, torch.tensor([1.0, math.nan])]}, {"a": [1, torch.tensor([1.0, math.nan])]}, True),
+        (math.nan, math.nan, True),
+        (torch.tensor([1.0, math.nan]), torch.tensor([math.nan, 1.0]), False),
+        (torch.zeros(2), torch.zeros(2, 1), False),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), False),
+        ([1], (1,), False),
+        ([1, 2], [1], False),
+        ({"a": 1}, {"b": 1}, False),
+        (1, True, False),
+    ],
+    ids=str,
+)
+def test_states_are_equal_to_the_last_bit(a: object, b: object, same: bool) -> None:
+    assert equal_states(a, b) is same
 
 
 def test_a_part_that_is_not_there_is_refused(pool: WorkerPool, tmp_path: Path) -> None:

@@ -270,6 +270,16 @@ def test_weights_only_without_a_checkpoint_is_refused(pool: WorkerPool, tmp_path
     assert "needs the checkpoint" in refusal(pool, values(tmp_path, checkpoint={"weights_only": True}))
 
 
+def test_weights_only_with_auto_in_a_new_folder_does_not_start_from_random_weights(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    answer = refusal(pool, values(tmp_path, "auto", checkpoint={"resume": "auto", "weights_only": True}))
+    folder = tmp_path / "test"
+    assert answer == (
+        f"checkpoint.weights_only: {folder} has no checkpoint to take weights from; set --checkpoint.resume PATH"
+    )
+
+
 def test_a_path_that_is_no_folder_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     answer = refusal(pool, values(tmp_path, str(tmp_path / "nowhere")))
     assert "nowhere" in answer

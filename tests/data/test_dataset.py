@@ -87,6 +87,7 @@ def test_a_row_is_int64_and_its_own_memory(file: Path) -> None:
 def test_safetensors_reads_the_file_and_the_largest_id_survives(tmp_path: Path, vocab_size: int, dtype: object) -> None:
     file = tmp_path / "train.safetensors"
     write(file, np.full(9, vocab_size - 1), vocab_size=vocab_size)
+    assert PackedDataset(file).largest_id() == vocab_size - 1
     with safe_open(file, framework="pt") as opened:
         assert list(opened.keys()) == ["rows"]
         assert opened.get_tensor("rows").dtype == dtype

@@ -207,3 +207,10 @@ def test_there_are_no_other_rows(tmp_path: Path, index: int) -> None:
     rows = rows_of(tmp_path, write_lines(tmp_path / "a.jsonl", talk(1)))
     with pytest.raises(IndexError):
         rows[index]
+
+
+def test_the_largest_id_is_that_of_the_conversations_and_of_padding(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, write_lines(tmp_path / "a.jsonl", *map(talk, range(20))), held_out=0.3)
+    splits = (rows, ConversationRows(rows.directory, "held_out"))
+    found = max(int(split[index].ids.max()) for split in splits for index in range(len(split)))
+    assert rows.largest_id() == found

@@ -77,6 +77,10 @@ class ConversationRows(Dataset[Row]):
             lengths.append(self.seq_len - end)
         return Row(torch.from_numpy(ids), torch.from_numpy(trained), tuple(lengths))
 
+    def largest_id(self) -> int:
+        """Return the largest token id in the conversations of both splits, all of which are read, or of padding."""
+        return max(int(self._tokens.max(initial=0)), int(self._pad))
+
     def documents(self, index: int) -> list[int]:
         """Return the numbers of the documents in row `index`, in order."""
         start, stop = self._rows[index : index + 2].tolist()
