@@ -25,7 +25,7 @@ from benchmarks.parallel_peers import MODEL_PARALLEL
 from benchmarks.peers import DATA_PARALLEL
 from benchmarks.workload import StreamTask, Workload
 from femto_core.launch import init_process_group, pick_device
-from femto_core.metrics import peak_memory_mib
+from femto_ops.memory import peak_memory_mib
 from femto_tools.testing import make_trainer
 
 PEERS = DATA_PARALLEL | MODEL_PARALLEL

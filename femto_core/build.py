@@ -19,11 +19,10 @@ from femto_core.checkpoint import Stateful
 from femto_core.config import Config
 from femto_core.data import Dataset, collate_and_split
 from femto_core.errors import UserError
-from femto_core.flops import flops_per_token
 from femto_core.hooks import Hooks
 from femto_core.loss import TaskLoss
 from femto_core.mesh import Mesh
-from femto_core.metrics import Meter, known_peak_tflops
+from femto_core.metrics import Meter
 from femto_core.model import FullModel, Stage
 from femto_core.plugins import Plugins
 from femto_core.precision import ParamShare, Precision
@@ -35,6 +34,7 @@ from femto_core.trainer import KERNEL_PARTS, Trainer
 from femto_core.weights import WeightSource
 from femto_ops.differences import first_difference
 from femto_ops.fitting import fit
+from femto_ops.flops import flops_per_token, known_peak_tflops
 from femto_ops.hugging_face import largest_parameter, largest_size
 from femto_ops.memory import free_memory, gib
 

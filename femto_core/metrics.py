@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 
 import attrs
 import torch
 
-# Dense bf16 peaks in TFLOP/s, from the vendors' data sheets; matched against torch.cuda.get_device_name.
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 4090": 165.0, "B200": 2250.0}
+from femto_ops.memory import peak_memory_mib
 
 
 @attrs.frozen(kw_only=True)
@@ -68,19 +65,3 @@ class Meter:
         if self.peak_tflops:
             rates["mfu"] = tflops / self.peak_tflops
         return rates
-
-
-def known_peak_tflops(device: torch.device) -> float:
-    """Return the device's peak where it is known, otherwise 0."""
-    if device.type != "cuda":
-        return 0.0
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), 0.0)
-
-
-def peak_memory_mib(device: torch.device) -> float:
-    """Return the most memory used so far: by tensors on a GPU, by the whole process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import sys
 import weakref
 from collections.abc import Iterator
@@ -94,6 +95,14 @@ def counting(device: torch.device) -> Iterator[ByteCounter]:
         return
     with LiveBytes(device) as counter:
         yield counter
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Return the most memory used so far: by tensors on a GPU, by the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def free_memory(device: torch.device) -> int:

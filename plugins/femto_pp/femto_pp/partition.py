@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from femto_core.errors import UserError
-from femto_core.flops import layer_products
+from femto_ops.flops import layer_products
 
 
 def even_layers(layers: int, chunks: int) -> list[int]:

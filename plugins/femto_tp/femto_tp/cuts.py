@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from femto_core.errors import UserError
-from femto_core.flops import head_dim
+from femto_ops.flops import head_dim
 
 
 def even(total: int, size: int) -> list[range]:

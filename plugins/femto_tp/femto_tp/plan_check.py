@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from femto_core.errors import UserError, suggest
-from femto_core.flops import head_dim
+from femto_ops.flops import head_dim
 from femto_tp.kinds import KINDS, ColumnKind, HeadNormKind, NormKind, ParallelKind, RowKind
 from femto_tp.parallelize import compile_pattern, kinds_of, modules_with_parameters
 
