@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -41,10 +42,13 @@ def femto_checkpointer(config: Config, mesh: Mesh) -> Checkpointer:
 def export_command(hooks: Hooks, options: ExportOptions) -> int:
     """Write the export, as the active plugins change it, and print its files."""
     from femto_checkpoint.export import export  # this and torch take a while to load
+    from femto_checkpoint.tokenizer import other_ids
 
     path = find_checkpoint(options.checkpoint)
     files = export(path, options, partial(change_tensors, hooks))
     print(f"{options.output}: {', '.join(files)}, read back and equal to {path}")
+    if warning := other_ids(Path(options.output)):
+        print(f"warning: {warning}", file=sys.stderr)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, TokenizersBackend
 
 from femto_core.errors import UserError
 from femto_data.documents import TextPiece
@@ -38,13 +38,26 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def _load(name: str) -> PreTrainedTokenizerBase:
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+        tokenizer: PreTrainedTokenizerBase = _class_of(Path(name)).from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         raise UserError(
             f"tokenizer {name} cannot be loaded ({' '.join(str(error).split())[:200]}); give a directory that "
             f"save_pretrained wrote, or a Hugging Face name while there is a network"
         ) from error
     return tokenizer
+
+
+def _class_of(directory: Path) -> Any:
+    """Return the class that reads a tokenizer: as its own file says, where that holds the whole tokenizer.
+
+    AutoTokenizer prefers the class of the model beside it, and builds its rules anew (Qwen2's normalise accents).
+    """
+    try:
+        said = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))["tokenizer_class"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return AutoTokenizer
+    whole = said == TokenizersBackend.__name__ and (directory / "tokenizer.json").is_file()
+    return TokenizersBackend if whole else AutoTokenizer
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
