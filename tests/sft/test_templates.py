@@ -176,6 +176,15 @@ def test_a_missing_template_is_refused(tmp_path: Any, template: str, words: str)
         load_tokenizer(name, template, "")
 
 
+def test_of_several_templates_one_must_be_the_default(tmp_path: Any) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"tool_use": making.CALLING, "rag": making.OPEN}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=r"has the chat templates .*, and none is the default; give one with"):
+        load_tokenizer(str(tmp_path / "tokenizer"), "", "")
+    assert load_tokenizer(str(tmp_path / "tokenizer"), making.OPEN, "").chat_template == making.OPEN
+
+
 def test_another_tokenizer_than_the_models_is_refused(tmp_path: Any) -> None:
     name = making.save_tokenizer(tmp_path / "tokenizer")
     make_tokenizer().save_pretrained(tmp_path / "model")

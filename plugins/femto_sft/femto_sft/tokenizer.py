@@ -36,6 +36,12 @@ def load_tokenizer(name: str, template: str, model: str) -> PreTrainedTokenizerB
             f"the tokenizer {name or model} has no chat template; give one with sft.template (a Jinja file), or none "
             "for prompts and completions as plain text"
         )
+    named = tokenizer.chat_template
+    if template != PLAIN and isinstance(named, dict) and "default" not in named:
+        raise UserError(
+            f"the tokenizer {name or model} has the chat templates {', '.join(named)}, and none is the default; give "
+            "one with sft.template (a Jinja file)"
+        )
     return tokenizer
 
 
