@@ -219,6 +219,6 @@ def _rank() -> str:
 def _report(message: str, *, own: bool) -> None:
     """Print `message` to standard error. Rank 0 prints for all ranks, unless the message is this rank's `own`."""
     if not own and _rank() != "0":
-        time.sleep(2)  # if rank 0 has the same message, it has printed it and ended the run by now
+        time.sleep(4)  # if rank 0 has the same message, it has printed it and ended the run by now
         message = f"[rank {_rank()}] {message}"
     print(message, file=sys.stderr, flush=True)
