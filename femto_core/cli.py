@@ -30,7 +30,7 @@ from femto_core.plugins import Plugins, activate, installed_plugins
 from femto_core.sections import not_negative
 from femto_core.toml_file import read_toml
 from femto_ops.stopping import StopRequests
-from femto_ops.streams import flush_output, prepare_output
+from femto_ops.streams import failed_output, flush_output, prepare_output
 
 PROGRAM = "femto"
 HELP = ("-h", "--help")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - every rank must end, whatever happened
-        code = flush_output() if isinstance(error, OSError) else 0
+        code = failed_output(error)
         if not code and any(sign in repr(error) for sign in ANOTHER_RANK_LEFT):
             _report(f"{PROGRAM}: rank {_rank()} lost contact with another rank, whose own message says why", own=True)
         elif not code:
@@ -206,6 +206,6 @@ def _rank() -> str:
 def _report(message: str, *, own: bool) -> None:
     """Print `message` to standard error. Rank 0 prints for all ranks, unless the message is this rank's `own`."""
     if not own and _rank() != "0":
-        time.sleep(2)  # if rank 0 has the same message, it has printed it and ended the run by now
+        time.sleep(4)  # if rank 0 has the same message, it has printed it and ended the run by now
         message = f"[rank {_rank()}] {message}"
     print(message, file=sys.stderr, flush=True)

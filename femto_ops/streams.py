@@ -6,6 +6,31 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
+
+NAME = "standard output"
+
+
+class Output(io.TextIOWrapper):
+    """Standard output, whose errors name it: nothing else tells them from those of files."""
+
+    def write(self, text: str) -> int:
+        with naming_output():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with naming_output():
+            super().flush()
+
+
+@contextlib.contextmanager
+def naming_output() -> Iterator[None]:
+    """Have an `OSError` of the block name standard output."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = NAME
+        raise
 
 
 def prepare_output() -> str:
@@ -15,24 +40,35 @@ def prepare_output() -> str:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
-    return "standard output is closed; send it to a file, or to /dev/null" if sys.stdout is None else ""
+    stream = sys.stdout
+    if type(stream) is io.TextIOWrapper:
+        encoding, errors, lines, through = stream.encoding, stream.errors, stream.line_buffering, stream.write_through
+        sys.stdout = Output(stream.detach(), encoding, errors, line_buffering=lines, write_through=through)
+    return "standard output is closed; send it to a file, or to /dev/null" if stream is None else ""
 
 
 def flush_output() -> int:
-    """Write what standard output still holds. Where it cannot be written, say so and return an exit code, otherwise 0.
-
-    A reader (head, less) that has seen enough gets no sentence.
-    """
+    """Write what standard output still holds; return 0, or an exit code where it cannot be written, which is said."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError as error:
-        drop_output(error)
-        return 141
     except OSError as error:
-        print(f"femto: {drop_output(error)}", file=sys.stderr, flush=True)
-        return 2
+        return failed_output(error)
     return 0
+
+
+def failed_output(error: BaseException) -> int:
+    """Return 0 where standard output did not raise `error`; otherwise say that it cannot be written: an exit code.
+
+    A reader (head, less) that has seen enough gets no sentence.
+    """
+    if not isinstance(error, OSError) or error.filename != NAME:
+        return 0
+    sentence = drop_output(error)
+    if isinstance(error, BrokenPipeError):
+        return 141
+    print(f"femto: {sentence}", file=sys.stderr, flush=True)
+    return 2
 
 
 def drop_output(error: OSError) -> str:

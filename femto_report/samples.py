@@ -149,8 +149,9 @@ def continue_tokens(
 
 
 def context_of(trainer: Trainer) -> int:
-    """Return the most tokens that the model takes; where its config does not say, those of a row."""
-    return int(getattr(trainer.stage.config, "max_position_embeddings", None) or trainer.config.data.seq_len)
+    """Return the most tokens that the model takes: those of a row, or what a loaded model says of itself."""
+    longest = getattr(trainer.stage.config, "max_position_embeddings", None) if trainer.config.model.path else None
+    return int(longest or trainer.config.data.seq_len)
 
 
 def draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int | None:
