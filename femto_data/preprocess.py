@@ -35,6 +35,7 @@ from femto_data.tokenizer import (
     SMALLEST_VOCABULARY,
     draw_sample,
     load_tokenizer,
+    save_tokenizer,
     tokenizer_fingerprint,
     train_tokenizer,
     vocabulary_size,
@@ -156,7 +157,7 @@ def _make(
         progress.phase = "training a tokenizer"
         _train_tokenizer(pieces(), config, folder / "tokenizer")
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    _save(tokenizer, made / "tokenizer")
+    save_tokenizer(tokenizer, made / "tokenizer")
     tokenizer = load_tokenizer(str(made / "tokenizer"))  # tokenise with exactly what training will load
     progress.phase = "tokenising"
     shards = _tokenise(pieces(), inputs, tokenizer, config, folder / "shards")
@@ -178,7 +179,7 @@ def _tokenise(
     folder: Path,
 ) -> Shards:
     """Tokenise `pieces` into shards in `folder`. Raises UserError without a document, or if a file changed."""
-    with _encoder(tokenizer, config.workers) as encode:
+    with _encoder(tokenizer, config) as encode:
         count = make_shards(pieces, folder, encode, eos_id=int(tokenizer.eos_token_id), workers=config.workers)
     for one in inputs:
         for file in one.files:
@@ -207,24 +208,17 @@ def _train_tokenizer(pieces: Iterator[TextPiece], config: PreprocessConfig, dire
     held_out = HeldOut(config.held_out, config.seed)
     sample = draw_sample(piece for piece in pieces if not (config.held_out and held_out(piece.document)))
     with atomic_path(directory) as partial:
-        _save(train_tokenizer(sample, config.vocab_size), partial)
-
-
-def _save(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    try:
-        tokenizer.save_pretrained(directory)
-    except Exception as error:
-        raise OSError(str(error)) from error  # on a full disk the Rust library raises a bare Exception
+        save_tokenizer(train_tokenizer(sample, config.vocab_size), partial)
 
 
 @contextlib.contextmanager
-def _encoder(tokenizer: PreTrainedTokenizerBase, workers: int) -> Iterator[Encode]:
+def _encoder(tokenizer: PreTrainedTokenizerBase, config: PreprocessConfig) -> Iterator[Encode]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     described: str | SlowTokenizer = tokenizer if backend is None else backend.to_str()
-    if workers == 1:
-        yield DocumentEncoder(described)
+    if config.workers == 1:
+        yield DocumentEncoder(described, config.tokenizer)
     else:
-        with TokenizerPool(described, workers) as pool:
+        with TokenizerPool(described, config.tokenizer, config.workers) as pool:
             yield pool
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jinja2
 
 from femto_sft.conversation import Conversation, Problem, Turn
+from femto_sft.limits import Limited
 from femto_sft.section import SFTSection
 from femto_sft.spans import OTHERWISE, Span, span_between, spans_of_mask
 from femto_sft.tokenizer import PLAIN, special_ids
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same pattern as in transformers
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+_REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
 """Errors that a template's code raises for turns it does not support."""
 
 
@@ -33,11 +37,12 @@ class Encoder(Protocol):
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerBase, section: SFTSection) -> Encoder:
-    """Return the encoder for a run's settings: plain text, a template with generation marks, or one without."""
+    """Return a run's encoder, within limits: for plain text, a template with generation marks, or one without."""
     if section.template == PLAIN:
-        return PlainText(tokenizer, section)
+        return Limited(lambda: PlainText(tokenizer, section), tokenizer, section)
     marked = _MARK.search(str(tokenizer.get_chat_template())) is not None
-    return Marked(tokenizer, section) if marked else Prefixed(tokenizer, section)
+    kind = Marked if marked else Prefixed
+    return Limited(lambda: kind(tokenizer, section), tokenizer, section)
 
 
 class PlainText:
