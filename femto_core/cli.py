@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import json
 import os
 import signal
@@ -51,7 +52,14 @@ class PluginsOptions:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and end the process: exit code 0 if it is done, 2 for a `UserError`, 1 for a defect."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 must not end a run
     try:
+        if not os.stat(os.curdir).st_nlink:
+            raise UserError("the working directory has been deleted; change to one that exists")
+        if sys.flags.optimize > 1:
+            raise UserError("PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which transformers reads; set it to 1")
         code = run_command(words)
     except UserError as error:
         code = 2

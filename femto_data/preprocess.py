@@ -32,6 +32,7 @@ from femto_data.shards import Encode, load_shards, make_shards
 from femto_data.sources import InputSource, digest_files, digest_of_digests, find_sources, write_source_list
 from femto_data.splits import HeldOut, Shards, WrittenSplits, write_splits
 from femto_data.tokenizer import (
+    LARGEST_VOCABULARY,
     SMALLEST_VOCABULARY,
     draw_sample,
     load_tokenizer,
@@ -42,6 +43,7 @@ from femto_data.tokenizer import (
 )
 from femto_data.workspace import Interrupted, open_workspace
 
+_MOST_WORKERS = 256  # each is a process
 _MAKING = 1  # raised whenever equal input gives other shards, so that a killed run's older shards are not reused
 
 
@@ -92,20 +94,20 @@ def preprocess(config: PreprocessConfig, *, quiet: bool = False) -> Manifest:
 
 def _check(config: PreprocessConfig) -> None:
     """Raise UserError for values out of range, and for an output that is no dataset and not empty."""
-    for name, least in (("seq_len", 1), ("workers", 1)):
-        if getattr(config, name) < least:
-            raise UserError(f"{name} = {getattr(config, name)} is too small; give {least} or more")
+    bounds = {"seq_len": (1, 2**31), "workers": (1, _MOST_WORKERS), "seed": (0, 2**63 - 1)}
+    bounds["vocab_size"] = (SMALLEST_VOCABULARY, LARGEST_VOCABULARY)  # 256 bytes and EOS at least
+    for name, (least, most) in bounds.items():
+        if not least <= getattr(config, name) <= most and not (name == "vocab_size" and config.tokenizer):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} {getattr(config, name)} is out of range; give a number from {least} to {most}")
     if not 0 <= config.held_out < 1:
         raise UserError(
             f"held_out = {config.held_out} is not a share of the documents; give a number from 0 to below 1"
         )
-    if not config.tokenizer and config.vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(
-            f"vocab_size = {config.vocab_size} is too small for a byte-level tokenizer; "
-            f"{SMALLEST_VOCABULARY} (256 bytes and EOS) is the minimum"
-        )
     if not config.input or "" in config.input:
         raise UserError("input names nothing to read; give files, directories or Hugging Face datasets")
+    if Path(config.glob).is_absolute():
+        raise UserError(f"--glob {config.glob} is absolute; give a pattern for the files below each --input directory")
     check_weights(config.weights, config.input)
     if not config.output:
         raise UserError("output is empty; name the directory to write")
