@@ -30,7 +30,7 @@ from femto_core.plugins import Plugins, activate, installed_plugins
 from femto_core.sections import not_negative
 from femto_core.toml_file import read_toml
 from femto_ops.stopping import StopRequests
-from femto_ops.streams import failed_output, flush_output, prepare_output
+from femto_ops.streams import failed_output, flush_output, prepare_process
 
 PROGRAM = "femto"
 HELP = ("-h", "--help")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and end the process: exit code 0 if it is done, 2 for a `UserError`, 1 for a defect."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if problem := prepare_output():
+        if problem := prepare_process():
             raise UserError(problem)
         code = run_command(words)
     except UserError as error:

@@ -76,7 +76,7 @@ class TrainSection:
     """Optimizer steps of the whole run; the learning-rate schedule spans them."""
     stop_after: int = attrs.field(default=0, validator=not_negative)
     """Stop cleanly after this many steps of the run, as a kill would; 0: run to the end."""
-    seed: int = attrs.field(default=0, validator=not_negative)
+    seed: int = attrs.field(default=0, validator=check(lambda v: 0 <= v < 2**62, "must lie in [0, 2^62)"))
     """Decides initial weights, data order and dropout."""
     dtype: str = attrs.field(default="float32", validator=wide)
     """float32 or float64: of weights, gradients and optimizer state when no precision plugin is active."""
@@ -86,7 +86,7 @@ class TrainSection:
     """End the run after this many steps in a row that leave the weights untouched, or 10 at its start; 0: never."""
     timeout: float = attrs.field(default=1800.0, validator=check(lambda v: 0 < v <= 1e7, "must lie in (0, 1e7]"))
     """Seconds that a rank waits for the others, at the start and in a collective, before it gives up."""
-    threads: int = attrs.field(default=0, validator=not_negative)
+    threads: int = attrs.field(default=0, validator=check(lambda v: 0 <= v <= 1024, "must lie in [0, 1024]"))
     """CPU threads of each process; 0: the machine's cores divided by the processes on it."""
     compile: bool = False
     """Compile each layer with torch.compile."""
@@ -126,7 +126,7 @@ class ModelSection:
         default=2, validator=positive, metadata=fit(lambda heads, config: largest_divisor(config.model.heads, heads))
     )
     """Number of key/value heads; divides the attention heads."""
-    vocab_size: int = attrs.field(default=0, validator=check(lambda v: 0 <= v < 2**31, "must lie in [0, 2^31)"))
+    vocab_size: int = attrs.field(default=0, validator=check(lambda v: 0 <= v <= 2**24, "must lie in [0, 2^24]"))
     """Rows of the embedding; 0: the vocabulary of the data's tokenizer."""
     tied: bool = True
     """Share one matrix between the embedding and the head."""
@@ -146,7 +146,7 @@ class DataSection:
     """Rows of one forward pass on one rank; 0: the largest divisor of a rank's share that is at most 8."""
     global_batch: int = attrs.field(default=0, validator=not_negative)
     """Rows of one optimizer step over all ranks and accumulation steps; 0: 16, rounded up to fit the ranks."""
-    workers: int = attrs.field(default=0, validator=not_negative)
+    workers: int = attrs.field(default=0, validator=check(lambda v: 0 <= v <= 256, "must lie in [0, 256]"))
     """Loader processes of each rank; 0: read in the training process. They live as long as the run does."""
     prefetch: int = attrs.field(default=2, validator=positive)
     """Micro-batches that each loader process has ready ahead of the step; no meaning without workers."""

@@ -16,7 +16,7 @@ def build_once(directory: Path, setting: str, make: Callable[[Path], object]) ->
 
     Processes that call at the same time wait for the one that builds. An existing directory is only read, never locked,
     so it may be on a read-only disk. Raises whatever `make` raises, and UserError, which names the setting `setting`,
-    where the parent directory cannot be written.
+    where the parent directory cannot be written or is full.
     """
     if directory.is_dir():
         return directory
@@ -29,9 +29,15 @@ def build_once(directory: Path, setting: str, make: Callable[[Path], object]) ->
         raise UserError(f"{setting} = {cache} cannot be written ({error.strerror}); name another directory") from error
     try:
         if not directory.is_dir():  # another process may have made it while this one waited
-            with atomic_path(directory) as partial:
-                partial.mkdir()
-                make(partial)
+            try:
+                with atomic_path(directory) as partial:
+                    partial.mkdir()
+                    make(partial)
+            except OSError as error:  # errors of reading are UserErrors by now
+                raise UserError(
+                    f"{setting} = {cache}: {directory.name} cannot be completed ({error.strerror or error}); nothing "
+                    f"of it is kept: make room, or name another directory"
+                ) from error
     finally:
         lock.release()
     return directory

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from femto_core.errors import UserError
+from femto_data.limits import each_within_limits
 from femto_data.workspace import Interrupted
 
 _BATCH = 2**18  # characters per call of the tokenizers library, whose result takes many times their memory
@@ -36,14 +38,16 @@ class DocumentEncoder:
     So a document that mentions "<|endoftext|>" does not end there.
     """
 
-    def __init__(self, tokenizer: str | SlowTokenizer, *, batched: bool = True) -> None:
+    def __init__(self, tokenizer: str | SlowTokenizer, name: str, *, batched: bool = True) -> None:
         """Take the description from tokenizers.Tokenizer.to_str, or a tokenizer without a Rust backend.
 
+        `name` is what the user called it, for the sentence where it takes too much time or memory for a text.
         `batched` passes many texts to the tokenizers library at once, which then uses all cores. Worker processes
         encode one text at a time instead, or they would compete for the cores.
         """
         self._slow = None if isinstance(tokenizer, str) else tokenizer
         self._batched = batched
+        self._what = f"tokenising with the rules of tokenizer {name}" if name else "tokenising"
         if isinstance(tokenizer, str):
             self._fast = Tokenizer.from_str(tokenizer)
             self._fast.encode_special_tokens = True
@@ -54,8 +58,9 @@ class DocumentEncoder:
         """Return each text's number of ids [texts], and the ids of all texts, concatenated [sum]."""
         lengths: list[int] = []
         ids: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
-        for batch in self._batches(texts):
-            for found in self._encode(batch):
+        # The rules of a tokenizer are somebody else's: a pattern can take for ever, a replacement fill the memory.
+        for encoded in each_within_limits(map(self._encode, self._batches(texts)), self._what):
+            for found in encoded:
                 lengths.append(len(found))
                 ids.append(np.asarray(found, np.int32))
         return np.asarray(lengths, np.int32), np.concatenate(ids)
@@ -86,7 +91,7 @@ class TokenizerPool:
     Each worker reads requests from a pipe and exits when the pipe closes, so no worker outlives this process.
     """
 
-    def __init__(self, tokenizer: str | SlowTokenizer, workers: int) -> None:
+    def __init__(self, tokenizer: str | SlowTokenizer, name: str, workers: int) -> None:
         self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
         self._all: list[subprocess.Popen[bytes]] = []
         command = [sys.executable, "-c", _START.format(path=sys.path)]
@@ -94,7 +99,7 @@ class TokenizerPool:
             for _ in range(workers):
                 process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
                 self._all.append(process)
-                _send(process, tokenizer)
+                _send(process, (tokenizer, name))
                 self._free.put(process)
         except BaseException:
             self.close()
@@ -149,12 +154,14 @@ def serve() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library's prints must not mix with the answers
     with contextlib.suppress(EOFError, BrokenPipeError), answers:
-        encoder = DocumentEncoder(pickle.load(requests), batched=False)
+        encoder = DocumentEncoder(*pickle.load(requests), batched=False)
         while True:
             texts = pickle.load(requests)
             answer: object
             try:
                 answer = encoder(texts)
+            except UserError as error:
+                answer = error
             except Exception as error:  # noqa: BLE001 - raised again by the reader of the answer
                 answer = RuntimeError(f"a tokenising process failed: {type(error).__name__}: {error}")
             pickle.dump(answer, answers, protocol=5)

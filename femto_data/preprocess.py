@@ -32,15 +32,18 @@ from femto_data.shards import Encode, load_shards, make_shards
 from femto_data.sources import InputSource, digest_files, digest_of_digests, find_sources, write_source_list
 from femto_data.splits import HeldOut, Shards, WrittenSplits, write_splits
 from femto_data.tokenizer import (
+    LARGEST_VOCABULARY,
     SMALLEST_VOCABULARY,
     draw_sample,
     load_tokenizer,
+    save_tokenizer,
     tokenizer_fingerprint,
     train_tokenizer,
     vocabulary_size,
 )
 from femto_data.workspace import Interrupted, open_workspace
 
+_MOST_WORKERS = 256  # each is a process
 _MAKING = 1  # raised whenever equal input gives other shards, so that a killed run's older shards are not reused
 
 
@@ -91,20 +94,20 @@ def preprocess(config: PreprocessConfig, *, quiet: bool = False) -> Manifest:
 
 def _check(config: PreprocessConfig) -> None:
     """Raise UserError for values out of range, and for an output that is no dataset and not empty."""
-    for name, least in (("seq_len", 1), ("workers", 1)):
-        if getattr(config, name) < least:
-            raise UserError(f"{name} = {getattr(config, name)} is too small; give {least} or more")
+    bounds = {"seq_len": (1, 2**31), "workers": (1, _MOST_WORKERS), "seed": (0, 2**63 - 1)}
+    bounds["vocab_size"] = (SMALLEST_VOCABULARY, LARGEST_VOCABULARY)  # 256 bytes and EOS at least
+    for name, (least, most) in bounds.items():
+        if not least <= getattr(config, name) <= most and not (name == "vocab_size" and config.tokenizer):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} {getattr(config, name)} is out of range; give a number from {least} to {most}")
     if not 0 <= config.held_out < 1:
         raise UserError(
             f"held_out = {config.held_out} is not a share of the documents; give a number from 0 to below 1"
         )
-    if not config.tokenizer and config.vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(
-            f"vocab_size = {config.vocab_size} is too small for a byte-level tokenizer; "
-            f"{SMALLEST_VOCABULARY} (256 bytes and EOS) is the minimum"
-        )
     if not config.input or "" in config.input:
         raise UserError("input names nothing to read; give files, directories or Hugging Face datasets")
+    if Path(config.glob).is_absolute():
+        raise UserError(f"--glob {config.glob} is absolute; give a pattern for the files below each --input directory")
     check_weights(config.weights, config.input)
     if not config.output:
         raise UserError("output is empty; name the directory to write")
@@ -156,7 +159,7 @@ def _make(
         progress.phase = "training a tokenizer"
         _train_tokenizer(pieces(), config, folder / "tokenizer")
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    _save(tokenizer, made / "tokenizer")
+    save_tokenizer(tokenizer, made / "tokenizer")
     tokenizer = load_tokenizer(str(made / "tokenizer"))  # tokenise with exactly what training will load
     progress.phase = "tokenising"
     shards = _tokenise(pieces(), inputs, tokenizer, config, folder / "shards")
@@ -178,7 +181,7 @@ def _tokenise(
     folder: Path,
 ) -> Shards:
     """Tokenise `pieces` into shards in `folder`. Raises UserError without a document, or if a file changed."""
-    with _encoder(tokenizer, config.workers) as encode:
+    with _encoder(tokenizer, config) as encode:
         count = make_shards(pieces, folder, encode, eos_id=int(tokenizer.eos_token_id), workers=config.workers)
     for one in inputs:
         for file in one.files:
@@ -207,24 +210,17 @@ def _train_tokenizer(pieces: Iterator[TextPiece], config: PreprocessConfig, dire
     held_out = HeldOut(config.held_out, config.seed)
     sample = draw_sample(piece for piece in pieces if not (config.held_out and held_out(piece.document)))
     with atomic_path(directory) as partial:
-        _save(train_tokenizer(sample, config.vocab_size), partial)
-
-
-def _save(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    try:
-        tokenizer.save_pretrained(directory)
-    except Exception as error:
-        raise OSError(str(error)) from error  # on a full disk the Rust library raises a bare Exception
+        save_tokenizer(train_tokenizer(sample, config.vocab_size), partial)
 
 
 @contextlib.contextmanager
-def _encoder(tokenizer: PreTrainedTokenizerBase, workers: int) -> Iterator[Encode]:
+def _encoder(tokenizer: PreTrainedTokenizerBase, config: PreprocessConfig) -> Iterator[Encode]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     described: str | SlowTokenizer = tokenizer if backend is None else backend.to_str()
-    if workers == 1:
-        yield DocumentEncoder(described)
+    if config.workers == 1:
+        yield DocumentEncoder(described, config.tokenizer)
     else:
-        with TokenizerPool(described, workers) as pool:
+        with TokenizerPool(described, config.tokenizer, config.workers) as pool:
             yield pool
 
 

@@ -30,9 +30,20 @@ class InputSource:
 def find_sources(config: PreprocessConfig) -> list[InputSource]:
     """Return the sources that `config.input` names, in order; a directory's files are sorted by path.
 
-    Files of an earlier output, or of a killed run beside it, are left out.
+    Files of an earlier output, or of a killed run beside it, are left out. Raises UserError for a file that two inputs
+    name.
     """
-    return [_find(name, config) for name in config.input]
+    sources = [_find(name, config) for name in config.input]
+    seen: dict[str, str] = {}
+    for source in sources:
+        for file in {str(file.resolve()) for file in source.files} or {source.name}:
+            if file in seen:
+                raise UserError(
+                    f"--input names {file} twice ({seen[file]} and {source.name}); name it once, and use --weights to "
+                    f"repeat an input"
+                )
+            seen[file] = source.name
+    return sources
 
 
 def _find(name: str, config: PreprocessConfig) -> InputSource:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, TokenizersBackend
 
 from femto_core.errors import UserError
 from femto_data.documents import TextPiece
+from femto_data.limits import within_limits
+from femto_ops.hugging_face import one_line
 
 EOS = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # 256 bytes and EOS
+LARGEST_VOCABULARY = 2**24  # far above the largest published, about a million
 _SAMPLE = 4 * 2**20  # characters to train a tokenizer on: enough for a small vocabulary, about a second of work
 _SEGMENT = 2**16  # characters of a document that are sampled together
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 """The files of a saved tokenizer that the fingerprint depends on."""
+_HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
+_HUB_PATIENCE_S = 5.0
 _RULES = ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processor")
 _AROUND = ("bos_token", "eos_token", "cls_token", "sep_token")
 
@@ -30,20 +37,37 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     Raises UserError where it cannot be loaded or has no EOS, which ends every document.
     """
-    tokenizer = _load(name)
+    tokenizer = read_tokenizer(name)
     if tokenizer.eos_token_id is None:
         raise UserError(f"tokenizer {name} has no EOS token to end documents with; set its eos_token and save it again")
     return tokenizer
 
 
-def _load(name: str) -> PreTrainedTokenizerBase:
+def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a directory or Hugging Face name, with or without EOS. Code in its files is never run.
+
+    Raises UserError, with the file where one is at fault: damaged files, code of its own, an id that no model has,
+    loading that does not end, and a name that is no directory while the Hugging Face hub is out of reach.
+    """
+    folder = Path(name).expanduser()
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if folder.is_dir():
+        name, options["local_files_only"] = str(folder), True
+    else:
+        options["local_files_only"] = not _on_the_hub(name, folder)
     try:
-        tokenizer: PreTrainedTokenizerBase = _class_of(Path(name)).from_pretrained(name, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = within_limits(
+            lambda: _class_of(folder).from_pretrained(name, **options), f"loading tokenizer {name}"
+        )
+    except UserError:
+        raise
     except Exception as error:
+        raise UserError(_why(name, folder, error)) from error
+    if (size := vocabulary_size(tokenizer)) > LARGEST_VOCABULARY:
         raise UserError(
-            f"tokenizer {name} cannot be loaded ({' '.join(str(error).split())[:200]}); give a directory that "
-            f"save_pretrained wrote, or a Hugging Face name while there is a network"
-        ) from error
+            f"tokenizer {name} gives a token the id {size - 1}, but ids must lie below {LARGEST_VOCABULARY}; correct "
+            f"it in tokenizer.json"
+        )
     return tokenizer
 
 
@@ -58,6 +82,56 @@ def _class_of(directory: Path) -> Any:
         return AutoTokenizer
     whole = said == TokenizersBackend.__name__ and (directory / "tokenizer.json").is_file()
     return TokenizersBackend if whole else AutoTokenizer
+
+
+def _on_the_hub(name: str, folder: Path) -> bool:
+    """Whether the hub has the tokenizer `name`; False where it is out of reach but a copy is in the cache.
+
+    Asked once, before transformers asks for every file five times. Raises UserError where there is neither.
+    """
+    if folder.exists():
+        raise UserError(f"tokenizer {name} is a file; give the directory that it stands in")
+    if not re.fullmatch(_HUB_NAME, name):
+        raise UserError(f"tokenizer {name} does not exist; check its spelling")
+    try:
+        huggingface_hub.model_info(name, timeout=_HUB_PATIENCE_S)
+    except Exception as error:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(name, "tokenizer_config.json"), str):
+            raise UserError(
+                f"tokenizer {name} is no directory, and the Hugging Face hub cannot be reached or has none of that "
+                f"name ({one_line(error)}); check the spelling and the network"
+            ) from error
+        return False
+    return True
+
+
+def _why(name: str, folder: Path, error: Exception) -> str:
+    """Return the sentence for a tokenizer that transformers does not load: the file at fault, if one shows."""
+    for file in sorted(folder.glob("*.json")):
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as damage:
+            return f"{file} is damaged, or cannot be read ({one_line(damage)}); copy the tokenizer again"
+        if not isinstance(values, dict):
+            return f"{file} is damaged: it holds no JSON object; copy the tokenizer again"
+        if "auto_map" in values and "trust_remote_code" in str(error):
+            return (
+                f"{file}: auto_map asks for code from the directory, which femto never runs; save the tokenizer with "
+                "a class of transformers"
+            )
+    if folder.is_dir() and not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
+        return f"{folder} holds no tokenizer (tokenizer.json); give a directory that save_pretrained wrote"
+    if "trust_remote_code" in str(error):
+        return f"tokenizer {name} asks for code of its own, which femto never runs; give another"
+    return f"tokenizer {name} cannot be loaded ({one_line(error)}); give a directory that save_pretrained wrote"
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write `tokenizer` to `directory`. Raises OSError where that fails, whatever the library raises."""
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        raise OSError(str(error)) from error  # on a full disk the Rust library raises a bare Exception
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -84,7 +158,7 @@ def saved_tokenizer_fingerprint(directory: Path) -> str | None:
     """
     if not (directory / "tokenizer_config.json").is_file():
         return None
-    return tokenizer_fingerprint(_load(str(directory)))
+    return tokenizer_fingerprint(read_tokenizer(str(directory)))
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,4 +1,4 @@
-"""Standard output that is closed, full, or narrower than Unicode."""
+"""What a process finds around it: standard output that is closed, full, or narrower than Unicode; a deleted folder."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def naming_output() -> Iterator[None]:
         raise
 
 
-def prepare_output() -> str:
-    """Have both streams replace characters that they cannot show; return a sentence where standard output is closed."""
+def prepare_process() -> str:
+    """Have both streams replace characters that they cannot show; return a sentence about what is missing, if anything."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process lives
     for stream in (sys.stdout, sys.stderr):

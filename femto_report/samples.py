@@ -61,9 +61,9 @@ class Samples:
         path, prompts = trainer.dataset.tokenizer_path, trainer.config.section(SampleSection).prompts
         problem = ""
         if trainer.mesh.rank == 0 and prompts and (path / "tokenizer_config.json").exists():
-            from transformers import AutoTokenizer
+            from femto_data.tokenizer import read_tokenizer  # loads transformers
 
-            self._tokenizer = AutoTokenizer.from_pretrained(path)
+            self._tokenizer = read_tokenizer(str(path))
             self._end_id = self._tokenizer.eos_token_id
             ids = [self._tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
             self._prompts = list(zip(prompts, ids, strict=True))

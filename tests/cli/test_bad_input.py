@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from femto_core.cli import run_command
 from femto_core.errors import UserError
-from tests.cli.commands import TINY_FLAGS, femto
+from femto_data.config import PreprocessConfig
+from femto_data.preprocess import preprocess
+from tests.cli.commands import TINY_FLAGS, environment, femto
 
 CASES: dict[str, tuple[list[str], str]] = {
     "unknown flag": (["--train.step", "5"], "unknown flag --train.step; did you mean '--train.steps'?"),
@@ -46,6 +48,13 @@ CASES: dict[str, tuple[list[str], str]] = {
     "cold samples": (["--sample.temperature", "1e-300"], "must be 0, or at least 0.001"),
     "trace beyond the end": (["--profile.step", "5", "--train.steps", "4"], "lies beyond train.steps = 4"),
     "patience": (["--train.timeout", "1e300"], "must lie in (0, 1e7]"),
+    "seed": (
+        ["--train.seed", str(2**63)],
+        "(on the command line): must lie in [0, 2^62)",
+    ),
+    "threads": (["--train.threads", "100000"], "(on the command line): must lie in [0, 1024]"),
+    "loader processes": (["--data.workers", "100000"], "(on the command line): must lie in [0, 256]"),
+    "vocabulary too large": (["--model.vocab-size", str(10**8)], "(on the command line): must lie in [0, 2^24]"),
     "seat empty": (["--plugins", "no:defaults"], "nobody takes the seat femto_"),
 }
 
@@ -97,8 +106,8 @@ def test_two_ranks_say_it_once(dataset: Path, tmp_path: Path) -> None:
 
 def test_more_ranks_than_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a few words, again and again, " * 8)
-    preprocess = ["preprocess", "--input", "one.txt", "--seq-len", "60", "--output", "rows", "--vocab-size", "300"]
-    made = femto(preprocess, tmp_path)
+    arguments = ["preprocess", "--input", "one.txt", "--seq-len", "60", "--output", "rows", "--vocab-size", "300"]
+    made = femto(arguments, tmp_path)
     assert made.code == 0, made.err
     flags = [*TINY_FLAGS, "--data.path", "rows", "--data.seq-len", "60", "--data.global-batch", "2"]
     done = femto(flags, tmp_path, processes=2)
@@ -122,3 +131,29 @@ def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "# Hooks\n"
     assert done.stderr == ""
+
+
+def test_a_deleted_working_directory_and_missing_docstrings_are_named(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    command = f"cd gone && rmdir ../gone && {sys.executable} -m femto_core plugins"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "femto: the working directory has been deleted; change to one that exists\n",
+    )
+    done = subprocess.run([sys.executable, "-OO", "-m", "femto_core"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("femto: PYTHONOPTIMIZE=2 (python -OO) removes docstrings")
+
+
+def test_an_output_that_is_not_utf_8_gets_other_characters(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("tëxt № ☃ again and again " * 9, encoding="utf-8")
+    preprocess(
+        PreprocessConfig(input=(str(tmp_path / "text.txt"),), output=str(tmp_path / "rows"), seq_len=8, vocab_size=300),
+        quiet=True,
+    )
+    command = [sys.executable, "-m", "femto_core", "data-inspect", str(tmp_path / "rows")]
+    env = environment({"PYTHONIOENCODING": "ascii"})
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "| t?xt ? ?" in done.stdout

@@ -296,7 +296,7 @@ def test_a_stream_that_takes_nothing_is_one_sentence(command: str, code: int, sa
 
 
 def test_a_screen_that_is_narrower_than_unicode_gets_escapes() -> None:
-    source = "from femto_ops.streams import prepare_output; assert not prepare_output(); print('caf\\u00e9 \\u65e5')"
+    source = "from femto_ops.streams import prepare_process; assert not prepare_process(); print('caf\\u00e9 \\u65e5')"
     done = subprocess.run(
         [sys.executable, "-c", source],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},

@@ -227,7 +227,7 @@ ALL = "(femto train --help lists all)"
         ("[zap]\nstage = 1.0", "zap.stage = 1.0 (FILE, line 2): must be one of 1, 2"),
         # out of range
         ("[train]\nsteps = 0", "train.steps = 0 (FILE, line 2): must be greater than 0"),
-        ("[train]\nseed = -1", "train.seed = -1 (FILE, line 2): must not be negative"),
+        ("[train]\nseed = -1", "train.seed = -1 (FILE, line 2): must lie in [0, 2^62)"),
         ("[optim]\nmin_ratio = 1", "optim.min_ratio = 1 (FILE, line 2): must lie in [0, 1)"),
         ("[zap]\nsize = 0", "zap.size = 0 (FILE, line 2): must be greater than 0"),
     ],
@@ -277,7 +277,7 @@ def test_a_wrong_line_of_the_file_is_refused_with_its_place_and_what_to_write(
         # choices and ranges
         ("--model.family lama", f"model.family = 'lama' (on the command line): {FAMILIES}"),
         ("--zap.stage 3", "zap.stage = '3' (on the command line): must be one of 1, 2"),
-        ("--train.seed -1", "train.seed = '-1' (on the command line): must not be negative"),
+        ("--train.seed -1", "train.seed = '-1' (on the command line): must lie in [0, 2^62)"),
         ("--train.steps=-3", "train.steps = '-3' (on the command line): must be greater than 0"),
     ],
 )

@@ -21,7 +21,7 @@ def test_a_directory_that_is_there_is_neither_locked_nor_made(tmp_path: Path, mo
     assert build_once(tmp_path / "deep/cache/key", "data.cache", lambda _: 1 / 0) == tmp_path / "deep/cache/key"
 
 
-@pytest.mark.parametrize("error", [UserError, KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("error", [UserError, KeyboardInterrupt, ValueError])
 def test_one_that_fails_leaves_nothing_and_the_next_call_makes_it(tmp_path: Path, error: type[BaseException]) -> None:
     def fail(folder: Path) -> None:
         write(folder)

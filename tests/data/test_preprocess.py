@@ -301,9 +301,8 @@ def test_a_directory_without_a_matching_file_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, tmp_path) == words
 
 
-@pytest.mark.parametrize("glob", ["", "/absolute/*.txt"])
-def test_a_glob_that_is_none_is_refused(tmp_path: Path, glob: str) -> None:
-    assert "is not a pattern for files below a directory" in refusal(tmp_path, tmp_path, glob=glob)
+def test_a_glob_that_is_none_is_refused(tmp_path: Path) -> None:
+    assert "is not a pattern for files below a directory" in refusal(tmp_path, tmp_path, glob="")
 
 
 @pytest.mark.parametrize("name", ["a.docx", "a.csv", "a", "a.txt.gz"])
@@ -441,10 +440,93 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path: Path, source: Path) -> Non
 
 def test_a_tokenizer_that_is_not_there_or_damaged_is_refused(tmp_path: Path, source: Path) -> None:
     missing = str(tmp_path / "none")
-    assert refusal(tmp_path, source, tokenizer=missing).startswith(f"tokenizer {missing} cannot be loaded (")
+    assert refusal(tmp_path, source, tokenizer=missing) == f"tokenizer {missing} does not exist; check its spelling"
+    assert refusal(tmp_path, source, tokenizer=str(source)) == (
+        f"tokenizer {source} is a file; give the directory that it stands in"
+    )
+    (tmp_path / "empty").mkdir()
+    assert "empty holds no tokenizer (tokenizer.json); give a directory" in refusal(
+        tmp_path, source, tokenizer=str(tmp_path / "empty")
+    )
     directory = words_tokenizer(tmp_path / "words")
     (directory / "tokenizer.json").write_text('{"model": 1}')
     assert refusal(tmp_path, source, tokenizer=str(directory)).startswith(f"tokenizer {directory} cannot be loaded (")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff\xfe", b"[" * 100_000], ids=["list", "cut", "bytes", "deep"])
+def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path: Path, source: Path, name: str, content: bytes) -> None:
+    directory = words_tokenizer(tmp_path / "words")
+    (directory / name).write_bytes(content)
+    assert refusal(tmp_path, source, tokenizer=str(directory)).startswith(f"{directory / name} is damaged")
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
+def test_code_of_a_tokenizer_is_never_run_nor_asked_for(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    directory = words_tokenizer(tmp_path / "words")
+    mark = tmp_path / "mark"
+    (directory / "code.py").write_text(
+        f"open({str(mark)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as T, PretrainedConfig as C\n"
+    )
+    classes = {"AutoConfig": "code.C", "AutoTokenizer": ["code.T", None]}
+    (directory / "config.json").write_text(json.dumps({"model_type": "unheard-of", "auto_map": classes}))
+    if where == "tokenizer_config.json":
+        config = json.loads((directory / where).read_text())
+        (directory / where).write_text(json.dumps({**config, "tokenizer_class": "T", "auto_map": classes}))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    if where == "config.json":  # the class of the tokenizer is one of transformers: nothing needs the code
+        run(tmp_path, source, tokenizer=str(directory), seq_len=3)
+    else:
+        words = refusal(tmp_path, source, tokenizer=str(directory))
+        assert "auto_map asks for code from the directory, which femto never runs" in words
+    assert not mark.exists()
+
+
+def test_a_tokenizer_that_the_hub_does_not_give_is_refused_after_one_question(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "model_info", lost)
+    assert refusal(tmp_path, source, tokenizer="someone/words") == (
+        "tokenizer someone/words is no directory, and the Hugging Face hub cannot be reached or has none of that name "
+        "(Couldn't reach the hub); check the spelling and the network"
+    )
+
+
+def edited(directory: Path, **changes: object) -> str:
+    """Change tokenizer.json, and return the directory's name."""
+    file = directory / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return str(directory)
+
+
+def test_an_id_that_no_model_has_is_refused(tmp_path: Path, source: Path) -> None:
+    vocabulary = {"<u>": 0, "<e>": 1, "a": 2**31}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<u>"}
+    directory = edited(words_tokenizer(tmp_path / "words"), model=model)
+    assert refusal(tmp_path, source, tokenizer=directory) == (
+        f"tokenizer {directory} gives a token the id 2147483648, but ids must lie below 16777216; correct it in "
+        "tokenizer.json"
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pattern_that_backtracks_for_ever_is_refused(tmp_path: Path, workers: int) -> None:
+    source = texts(tmp_path / "a.jsonl", "a" * 200 + "b")
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    directory = edited(words_tokenizer(tmp_path / "words"), pre_tokenizer=split)
+    words = refusal(tmp_path, source, tokenizer=directory, workers=workers)
+    assert words.startswith(f"tokenising with the rules of tokenizer {directory} fails (Onig: Regex search error")
+
+
+def test_rules_that_fill_the_memory_are_refused(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("femto_data.limits.GIB", 0.01)
+    replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    rules = {"type": "Sequence", "normalizers": [replace] * 3}
+    directory = edited(words_tokenizer(tmp_path / "words"), normalizer=rules)
+    words = refusal(tmp_path, source, tokenizer=directory)
+    assert words == f"tokenising with the rules of tokenizer {directory} takes more than 0 GiB of memory"
 
 
 # Settings and output --------------------------------------------------------------------------------------------------
@@ -453,12 +535,16 @@ def test_a_tokenizer_that_is_not_there_or_damaged_is_refused(tmp_path: Path, sou
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seq_len": 0}, "seq_len = 0 is too small; give 1 or more"),
-        ({"workers": 0}, "workers = 0 is too small; give 1 or more"),
+        ({"seq_len": 0}, "--seq-len 0 is out of range; give a number from 1 to"),
+        ({"workers": 0}, "--workers 0 is out of range; give a number from 1 to 256"),
+        ({"workers": 500}, "--workers 500 is out of range; give a number from 1 to 256"),
+        ({"seed": -1}, "--seed -1 is out of range; give a number from 0 to"),
+        ({"vocab_size": 10**9}, "--vocab-size 1000000000 is out of range; give a number from 257 to 16777216"),
+        ({"glob": "/etc/*.conf"}, "--glob /etc/*.conf is absolute; give a pattern for the files below each --input"),
         ({"held_out": 1.0}, "held_out = 1.0 is not a share of the documents"),
         ({"held_out": -0.1}, "held_out = -0.1 is not a share"),
         ({"held_out": float("nan")}, "held_out = nan is not a share"),
-        ({"vocab_size": 256}, "vocab_size = 256 is too small for a byte-level tokenizer; 257"),
+        ({"vocab_size": 256}, "--vocab-size 256 is out of range; give a number from 257 to"),
         ({"output": ""}, "output is empty; name the directory to write"),
         ({"weights": (0.5, 0.5)}, "2 weights for 1 inputs; give one for each, in the same order"),
         ({"weights": (0.0,)}, "weight 0.0 of "),
@@ -469,6 +555,13 @@ def test_a_setting_that_cannot_be_meant_is_refused(
     tmp_path: Path, source: Path, changes: dict[str, object], words: str
 ) -> None:
     assert refusal(tmp_path, source, **changes).startswith(words)
+
+
+def test_a_file_that_two_inputs_name_is_refused(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to(source)
+    for other in (source, tmp_path / "link.jsonl", tmp_path):
+        words = refusal(tmp_path, source, other, glob="docs.jsonl")
+        assert words.startswith(f"--input names {source} twice ({source} and {other}); name it once, and use --weights")
 
 
 @pytest.mark.parametrize("inputs", [(), ("",)])

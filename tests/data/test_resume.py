@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from femto_core.errors import UserError
 from femto_data import preprocess as module
 from femto_data import shards
+from femto_data.config import PreprocessConfig
 from femto_data.encoder import TokenizerPool
 from femto_data.workspace import Interrupted, open_workspace
 from tests.data.making import contents, refusal, run, texts
@@ -176,8 +177,8 @@ class Counting:
         monkeypatch.setattr(shards, "CHARACTERS", 10_000)
 
     @contextmanager
-    def _encoder(self, tokenizer: PreTrainedTokenizerBase, workers: int) -> Iterator[Any]:
-        with self._real(tokenizer, workers) as encode:
+    def _encoder(self, tokenizer: PreTrainedTokenizerBase, config: PreprocessConfig) -> Iterator[Any]:
+        with self._real(tokenizer, config) as encode:
 
             def counted(batch: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
                 if self.calls == self.stop_at:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +166,21 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         rows_of(tmp_path, write_lines(tmp_path / "a.jsonl", talk(1)), cache=str(tmp_path / "file" / "cache"))
+
+
+@pytest.mark.parametrize("size", [100, 2000, 6000])
+def test_a_full_disk_is_said_and_nothing_is_kept(tmp_path: Path, size: int) -> None:
+    source = write_lines(tmp_path / "a.jsonl", *[talk(i) for i in range(40)])
+    settings = section(tmp_path, source)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"^sft.cache = .* cannot be completed \(.*File too large") as caught:
+            packed_rows(settings, seq_len=64, model="")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "\n" not in str(caught.value)
+    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
+    assert packed_rows(settings, seq_len=64, model="").directory.is_dir()

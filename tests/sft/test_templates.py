@@ -11,7 +11,7 @@ from femto_core.errors import UserError
 from femto_sft.conversation import Problem
 from femto_sft.tokenizer import load_tokenizer
 from tests.sft import making
-from tests.sft.making import encode, encoded, make_tokenizer, said, trained_text
+from tests.sft.making import encode, encoded, make_tokenizer, said, talk, trained_text
 
 TEMPLATES = {
     "prefixes": making.PLAIN_CHATML,
@@ -194,5 +194,53 @@ def test_another_tokenizer_than_the_models_is_refused(tmp_path: Any) -> None:
     assert load_tokenizer(name, "", str(tmp_path / "model")) is not None
     with pytest.raises(UserError, match="another tokenizer than the model's in"):
         load_tokenizer(name, "", str(tmp_path / "other"))
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="does not exist; check its spelling"):
         load_tokenizer(str(tmp_path / "nowhere"), "", "")
+
+
+_FOR_EVER = "{% for i in range(99999) %}{% for j in range(50) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for i in range(10 ** 7) %}x{% endfor %}", "Range too big"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "maximum recursion depth exceeded"),
+        ("{% for %}", "Expected an expression"),
+        ("{{ messages.__class__.__mro__ }}", "is unsafe"),
+    ],
+)
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_template_that_fails_is_a_problem_of_the_row(template: str, words: str, marked: bool) -> None:
+    around = "{%% generation %%}%s{%% endgeneration %%}" if marked else "%s"
+    problem = encode(make_tokenizer(around % template), talk(1))
+    assert isinstance(problem, Problem)
+    assert problem.reason.startswith("the chat template cannot render it (")
+    assert words in problem.reason
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ 'a' | center(10 ** 10) }}",
+        "{% if messages | length == 2 %}{{ messages[0].content * 10 ** 10 }}{% endif %}",
+    ],
+)
+def test_a_template_that_fills_memory_is_refused(template: str, marked: bool) -> None:
+    around = "{%% generation %%}%s{%% endgeneration %%}" if marked else "%s"
+    tokenizer = make_tokenizer(around % template)
+    with pytest.raises(UserError, match=r"^encoding conversations with the chat template of .* more memory than"):
+        encode(tokenizer, talk(1))
+    with pytest.raises(UserError, match=r"^encoding conversations with sft.template = .* more memory than"):
+        encode(tokenizer, talk(1), template=around % template)
+
+
+@pytest.mark.parametrize("around", ["%s", "{%% generation %%}%s{%% endgeneration %%}"])
+def test_a_template_that_loops_is_refused(around: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("femto_data.limits.SECONDS", 0.05)
+    with pytest.raises(UserError, match=r"template of .* takes more than 0 s of processor time, as if it never ended$"):
+        encode(make_tokenizer(around % _FOR_EVER), talk(1))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from femto_core.errors import UserError
 from femto_data.build_lock import build_once
-from femto_data.tokenizer import tokenizer_fingerprint, vocabulary_size
+from femto_data.tokenizer import save_tokenizer, tokenizer_fingerprint, vocabulary_size
 from femto_sft.encoder import Encoder, make_encoder
 from femto_sft.filter_report import ConversationCounts
 from femto_sft.prepare import Reader, encode_all, write_rows
@@ -105,7 +105,7 @@ def make_rows(
         raise UserError(
             f"nothing to train on: none of {counts.read:,} rows of {', '.join(section.path)} is left ({reasons})"
         )
-    tokenizer.save_pretrained(directory / TOKENIZER)
+    save_tokenizer(tokenizer, directory / TOKENIZER)
     if written.ends:  # an exported model ends its answers as the data does
         ends = json.dumps({"eos_token_id": written.ends}, indent=2)
         (directory / TOKENIZER / GENERATION).write_text(ends + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from femto_sft.conversation import Conversation, Problem
+from femto_sft.limits import Limited
 from femto_sft.section import SFTSection, day_of
 from femto_sft.spans import places_in
 from femto_sft.template import Template
@@ -37,11 +38,15 @@ class Encoder(Protocol):
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerBase, section: SFTSection) -> Encoder:
-    """Return the encoder for a run's settings: plain text, a template with generation marks, or one without."""
-    if section.template == PLAIN:
-        return PlainText(tokenizer, section)
-    template = Template(tokenizer, day_of(section))
-    return Marked(tokenizer, template, section) if template.marked else Prefixed(tokenizer, template, section)
+    """Return a run's encoder, within limits: for plain text, a template with generation marks, or one without."""
+
+    def make() -> Encoder:
+        if section.template == PLAIN:
+            return PlainText(tokenizer, section)
+        template = Template(tokenizer, day_of(section))
+        return Marked(tokenizer, template, section) if template.marked else Prefixed(tokenizer, template, section)
+
+    return Limited(make, tokenizer, section)
 
 
 class PlainText:

@@ -176,7 +176,7 @@ def write_rows(
     rows, fill = {}, {}
 
     def write(name: str, values: Sequence[int]) -> None:
-        np.asarray(values, "<i8").tofile(directory / name)
+        (directory / name).write_bytes(np.asarray(values, "<i8").tobytes())  # tofile does not say why it fails
         files[name] = len(values)
 
     write("starts", list(itertools.accumulate(lengths, initial=0)))

@@ -19,7 +19,10 @@ from femto_sft.spans import Span
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
 """Errors that a template's code raises for turns it does not support."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same pattern as in transformers
 _CLOCK = "strftime_now"  # the function by which transformers' templates ask for the time
