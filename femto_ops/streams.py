@@ -34,7 +34,7 @@ def naming_output() -> Iterator[None]:
 
 
 def prepare_process() -> str:
-    """Have both streams replace characters that they cannot show; return a sentence about what is missing, if anything."""
+    """Have both streams replace characters that they cannot show; return a sentence where something is missing."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process lives
     for stream in (sys.stdout, sys.stderr):
