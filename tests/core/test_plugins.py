@@ -700,7 +700,7 @@ def test_plugins_are_called_before_the_kernel_and_the_last_named_first(site: Sit
     call(hooks, "femto_validate", config=Config())
     call(Hooks(activate([*OBSERVERS, "zeta", "alpha"], lines.append).manager), "femto_log")
     assert lines == [
-        "femto_validate(config) -> alpha, zeta, defaults",
+        "femto_validate(config) -> alpha, zeta, profiler, defaults",
         "femto_log(trainer, step, metrics) -> alpha, zeta",
     ]
 
@@ -770,7 +770,7 @@ def test_a_trace_names_each_hook_its_arguments_and_who_is_called(
     assert err.splitlines() == [
         f"[rank {rank}] hook femto_config_section() -> zap, profiler, progress, samples, data",
         f"[rank {rank}] hook femto_config_defaults() -> nobody",
-        f"[rank {rank}] hook femto_validate(config) -> zap, defaults",
+        f"[rank {rank}] hook femto_validate(config) -> zap, profiler, defaults",
     ]
     assert out == ""
 
