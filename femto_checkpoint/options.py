@@ -6,14 +6,14 @@ from typing import Literal
 
 import attrs
 
-from femto_core.sections import positive
+from femto_core.sections import at_home, positive
 
 
 @attrs.frozen(kw_only=True)
 class ExportConfig:
     """The form of an export."""
 
-    output: str
+    output: str = attrs.field(converter=at_home)
     """Directory to write; must not exist, or be empty."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Element type of the weights."""
@@ -25,7 +25,7 @@ class ExportConfig:
 class ExportOptions(ExportConfig):
     """Write a checkpoint's weights as a Hugging Face directory that `from_pretrained` loads."""
 
-    checkpoint: str = attrs.field(metadata={"positional": True})
+    checkpoint: str = attrs.field(metadata={"positional": True}, converter=at_home)
     """runs/NAME for the newest checkpoint of a run, or runs/NAME/checkpoints/step-N."""
 
 
@@ -35,5 +35,5 @@ class CheckpointOptions:
 
     action: Literal["inspect"] = attrs.field(metadata={"positional": True})
     """The word inspect."""
-    checkpoint: str = attrs.field(metadata={"positional": True})
+    checkpoint: str = attrs.field(metadata={"positional": True}, converter=at_home)
     """runs/NAME for the newest checkpoint of a run, or runs/NAME/checkpoints/step-N."""

@@ -5,6 +5,7 @@ Sections of built-in plugins stand beside their plugins.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -29,6 +30,11 @@ def check(accepts: Callable[[Any], bool], reason: str) -> Callable[[Any, attrs.A
             raise OutOfRange(attribute.name, reason)
 
     return validate
+
+
+def at_home(path: Any) -> Any:
+    """Return a path, or a tuple of paths, with ~ expanded: the converter of settings that are paths."""
+    return tuple(map(os.path.expanduser, path)) if isinstance(path, tuple) else os.path.expanduser(path)
 
 
 positive = check(lambda v: v > 0, "must be greater than 0")
@@ -62,7 +68,7 @@ class RunSection:
         default="", validator=check(is_folder_name, "must name a folder within run.dir, in at most 200 bytes")
     )
     """Name of the run; empty: the date and time of its start."""
-    dir: str = "runs"
+    dir: str = attrs.field(default="runs", converter=at_home)
     """Folder that holds all runs; this one writes into DIR/NAME."""
     nproc: int = attrs.field(default=0, validator=not_negative)
     """Processes to start on this machine (--nproc for short); 0: only this one. Under torchrun its number counts."""
@@ -100,7 +106,7 @@ class TrainSection:
 class ModelSection:
     """The model: a Hugging Face directory, or a small one from these sizes."""
 
-    path: str = ""
+    path: str = attrs.field(default="", converter=at_home)
     """Hugging Face directory with config.json and safetensors; empty: build one from the sizes below."""
     weights: Literal["load", "random"] = "load"
     """With model.path: load its weights, or keep only its shape and start from random ones."""
@@ -138,7 +144,7 @@ class ModelSection:
 class DataSection:
     """The data, and the shape of a batch."""
 
-    path: str = ""
+    path: str = attrs.field(default="", converter=at_home)
     """Directory written by `femto preprocess`; empty: the Python standard library's own sources."""
     seq_len: int = attrs.field(default=256, validator=positive)
     """Tokens in a row."""
@@ -202,7 +208,7 @@ class CheckpointSection:
 
     every: int = attrs.field(default=0, validator=not_negative)
     """Steps between checkpoints (one more at the end); 0: none."""
-    resume: str = "none"
+    resume: str = attrs.field(default="none", converter=at_home)
     """none; auto: the run's newest complete checkpoint if there is one; or the path of a checkpoint."""
     weights_only: bool = False
     """Take over only the weights of checkpoint.resume; the run begins at its first step, with a new optimizer."""

@@ -6,6 +6,8 @@ from typing import Literal
 
 import attrs
 
+from femto_core.sections import at_home
+
 
 @attrs.frozen(kw_only=True)
 class PreprocessConfig:
@@ -16,7 +18,7 @@ class PreprocessConfig:
     tokenizer are never used.
     """
 
-    input: tuple[str, ...]
+    input: tuple[str, ...] = attrs.field(converter=at_home)
     """Files, directories and Hugging Face datasets (NAME or NAME:CONFIG, the train split), read in this order. JSON
     files (.jsonl, .ndjson, .json, each also .gz and .zst) hold one document per line, .parquet files one per row, text
     files (.txt, .md, .py) one each."""
@@ -24,7 +26,7 @@ class PreprocessConfig:
     seq_len: int
     """Tokens of a row that are trained. The row holds one more token, which is the first of the next row."""
 
-    output: str
+    output: str = attrs.field(converter=at_home)
     """Directory to write. It must not exist, or be empty, or hold an earlier dataset, which is replaced."""
 
     weights: tuple[float, ...] = ()
@@ -32,7 +34,7 @@ class PreprocessConfig:
     token count is unchanged. Over-represented inputs are subsampled evenly; under-represented inputs are repeated, the
     last pass partial. Held-out documents are never repeated."""
 
-    tokenizer: str = ""
+    tokenizer: str = attrs.field(default="", converter=at_home)
     """Directory or Hugging Face name of the tokenizer. If it is empty, a byte-level BPE is trained on the documents."""
 
     vocab_size: int = 4096
@@ -58,7 +60,7 @@ class PreprocessConfig:
 class InspectConfig:
     """Show what a dataset holds: the counts of its manifest, and rows as text with the ends of documents visible."""
 
-    directory: str = attrs.field(metadata={"positional": True})
+    directory: str = attrs.field(metadata={"positional": True}, converter=at_home)
     """Directory that `femto preprocess` wrote."""
 
     rows: tuple[int, ...] = (0,)

@@ -51,6 +51,7 @@ def femto_dataset(config: Config, split: str) -> Dataset:
     section = config.data
     if section.path:
         directory = Path(section.path)
+        directory = directory.parent if directory.is_file() else directory  # the folder is meant
     else:
         cache = Path(config.section(CorpusSection).cache).expanduser()
         vocab = config.model.vocab_size or STANDARD_LIBRARY_VOCAB

@@ -157,3 +157,11 @@ def test_an_output_that_is_not_utf_8_gets_other_characters(tmp_path: Path) -> No
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "| t?xt ? ?" in done.stdout
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_a_file_of_the_data_stands_for_its_folder(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command([*TINY_FLAGS, "--data.path", str(dataset / "train.safetensors")]) == 0

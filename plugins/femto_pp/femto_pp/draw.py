@@ -7,7 +7,7 @@ from pathlib import Path
 import attrs
 
 from femto_core.errors import UserError
-from femto_core.sections import not_negative, positive
+from femto_core.sections import at_home, not_negative, positive
 from femto_pp.section import PPSection, placement_of
 from femto_pp.simulate import Simulation, play
 
@@ -27,7 +27,7 @@ class DrawOptions:
     """Micro-batches of a step."""
     chunks: int = attrs.field(default=0, validator=not_negative)
     """Chunks of each rank; 0: the fewest that the schedule allows."""
-    output: str = ""
+    output: str = attrs.field(default="", converter=at_home)
     """An image file to write, such as drawn.png; empty: none."""
 
 

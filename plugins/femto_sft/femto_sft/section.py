@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from femto_core.sections import check, share
+from femto_core.sections import at_home, check, share
 
 
 def _is_date(text: str) -> bool:
@@ -21,7 +21,7 @@ def _is_date(text: str) -> bool:
 class SFTSection:
     """Conversations to fine-tune on, and which of their tokens are trained."""
 
-    path: tuple[str, ...] = ()
+    path: tuple[str, ...] = attrs.field(default=(), converter=at_home)
     """Files (.jsonl, .ndjson, .json, each also .gz and .zst; .parquet), directories of such files or of a saved
     dataset, and Hugging Face datasets (NAME or NAME:CONFIG), read in this order."""
     split: str = "train"
@@ -29,7 +29,7 @@ class SFTSection:
     format: Literal["auto", "messages", "conversations", "instruction", "prompt"] = "auto"
     """Keys of a row: messages (role, content), conversations (from, value), instruction (input, output), prompt
     (completion); auto: recognised for each file by the keys of its first row."""
-    tokenizer: str = ""
+    tokenizer: str = attrs.field(default="", converter=at_home)
     """Directory or Hugging Face name of the tokenizer; empty: the one beside the model at model.path."""
     template: str = ""
     """Chat template: a file, or the Jinja text itself; empty: the tokenizer's own; none: prompt, completion and EOS as
