@@ -44,7 +44,13 @@ def prepare_process() -> str:
     if type(stream) is io.TextIOWrapper:
         encoding, errors, lines, through = stream.encoding, stream.errors, stream.line_buffering, stream.write_through
         sys.stdout = Output(stream.detach(), encoding, errors, line_buffering=lines, write_through=through)
-    return "standard output is closed; send it to a file, or to /dev/null" if stream is None else ""
+    if stream is None:
+        return "standard output is closed; send it to a file, or to /dev/null"
+    if not os.stat(os.curdir).st_nlink:
+        return "the working directory has been deleted; change to one that exists"
+    if sys.flags.optimize > 1:
+        return "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which transformers reads; set it to 1"
+    return ""
 
 
 def flush_output() -> int:

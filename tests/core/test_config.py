@@ -24,6 +24,7 @@ from femto_core.hookspecs import hookimpl
 from femto_core.plugins import activate
 from femto_core.sections import OptimSection, TrainSection, positive
 from femto_core.toml_file import read_toml
+from femto_ops.paths import is_folder_name
 
 
 @attrs.frozen(kw_only=True)
@@ -468,7 +469,7 @@ floats = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_na
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    name=texts,
+    name=texts.filter(is_folder_name),
     names=st.lists(texts).map(tuple),
     plugins=st.lists(texts).map(tuple),
     lr=st.floats(min_value=0, max_value=1e6, exclude_min=True),
