@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from femto_core.hooks import Hooks
 from femto_core.plugins import Plugins, activate, installed_plugins
 from femto_core.sections import not_negative
 from femto_core.toml_file import read_toml
+from femto_ops.reporting import report
 from femto_ops.stopping import StopRequests
 from femto_ops.streams import failed_output, flush_output, prepare_process
 
@@ -57,19 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = run_command(words)
     except UserError as error:
         code = 2
-        _report(f"{PROGRAM}: {error}", own=False)
+        report(f"{PROGRAM}: {error}", os.environ)
     except KeyboardInterrupt:
         code = 130
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher passes on what a terminal has sent to all processes
-        _report(f"{PROGRAM}: interrupted", own=False)
+        report(f"{PROGRAM}: interrupted", os.environ)
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - every rank must end, whatever happened
         code = failed_output(error)
         if not code and any(sign in repr(error) for sign in ANOTHER_RANK_LEFT):
-            _report(f"{PROGRAM}: rank {_rank()} lost contact with another rank, whose own message says why", own=True)
+            rank = os.environ.get("RANK", "0")
+            print(f"{PROGRAM}: rank {rank} lost contact with another rank, which says why", file=sys.stderr, flush=True)
         elif not code:
-            _report(traceback.format_exc(), own=False)
+            report(traceback.format_exc(), os.environ)
         code = code or 1
     code = code or flush_output()
     # If process groups exist, the interpreter's own exit may abort, or wait for ever for ranks that are gone.
@@ -126,7 +127,7 @@ def train(words: Sequence[str], options: TrainOptions, config: Config, plugins: 
 
         code, reason = run_ranks(nproc, ["-m", "femto_core", *words])
         if reason:
-            _report(f"{PROGRAM}: {reason}", own=True)
+            report(f"{PROGRAM}: {reason}", os.environ)
         return code
     if here is not None and options.nproc and here != str(options.nproc):
         raise UserError(f"--nproc {options.nproc}: torchrun has started {here} processes here; leave --nproc out")
@@ -196,16 +197,4 @@ def _refuse(name: str, registry: CommandRegistry) -> NoReturn:
 def _tracer() -> Callable[[str], None] | None:
     if os.environ.get("FEMTO_TRACE_HOOKS", "0") in ("", "0"):
         return None
-    return lambda line: print(f"[rank {_rank()}] hook {line}", file=sys.stderr, flush=True)
-
-
-def _rank() -> str:
-    return os.environ.get("RANK", "0")
-
-
-def _report(message: str, *, own: bool) -> None:
-    """Print `message` to standard error. Rank 0 prints for all ranks, unless the message is this rank's `own`."""
-    if not own and _rank() != "0":
-        time.sleep(4)  # if rank 0 has the same message, it has printed it and ended the run by now
-        message = f"[rank {_rank()}] {message}"
-    print(message, file=sys.stderr, flush=True)
+    return lambda line: print(f"[rank {os.environ.get('RANK', 0)}] hook {line}", file=sys.stderr, flush=True)

@@ -83,6 +83,18 @@ def meet(place: MeetingPlace, timeout_s: float, say: Callable[[str], None]) -> A
     while problem := _unreachable(place, hosts=hosts):
         host = "the launcher" if place.launcher_hosts else "rank 0"
         wait.pause(f"rank {place.rank} cannot reach {host} at {place} ({problem})")
+    store = join(place, timeout_s, hosts=hosts)
+    store.set(_key(place.rank), "here")
+    while missing := [rank for rank in range(place.world_size) if not store.check([_key(rank)])]:
+        first = next(rank for rank in range(place.world_size) if rank not in missing)
+        names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        sentence = f"rank{'s' if len(missing) > 1 else ''} {names} of {place.world_size} not there yet at {place}"
+        wait.pause(sentence, aloud=first == place.rank)
+    return store
+
+
+def join(place: MeetingPlace, timeout_s: float, *, hosts: bool = False) -> Any:
+    """Return the store at `place`, without waiting for other ranks; this process opens it where it `hosts`."""
     store = c10d.TCPStore(
         place.host,
         place.port,
@@ -92,14 +104,7 @@ def meet(place: MeetingPlace, timeout_s: float, say: Callable[[str], None]) -> A
         wait_for_workers=False,
         multi_tenant=True,
     )
-    store = c10d.PrefixStore(place.attempt, store)
-    store.set(_key(place.rank), "here")
-    while missing := [rank for rank in range(place.world_size) if not store.check([_key(rank)])]:
-        first = next(rank for rank in range(place.world_size) if rank not in missing)
-        names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        sentence = f"rank{'s' if len(missing) > 1 else ''} {names} of {place.world_size} not there yet at {place}"
-        wait.pause(sentence, aloud=first == place.rank)
-    return store
+    return c10d.PrefixStore(place.attempt, store)
 
 
 class _Wait:

@@ -224,7 +224,7 @@ class OtherSettings:
         return {"optim": {"eps": 1.0}} if os.environ["RANK"] == "1" else {}
 
 
-def test_a_defect_on_every_rank_is_told_by_rank_0_first(dataset: Path, tmp_path: Path) -> None:
+def test_a_defect_on_every_rank_is_told_once(dataset: Path, tmp_path: Path) -> None:
     plugin = install_plugin(tmp_path / "site", "broken", BROKEN)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     words = [*TINY_FLAGS, "--data.path", str(dataset), "--plugins", "broken"]

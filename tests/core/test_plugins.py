@@ -25,7 +25,7 @@ from femto_core import plugins as plugins_module
 from femto_core.build import check_equal_everywhere
 from femto_core.cli import run_command
 from femto_core.commands import CommandRegistry
-from femto_core.config import Config
+from femto_core.config import Config, config_class, make_config
 from femto_core.errors import UserError
 from femto_core.hooks import Hooks
 from femto_core.hookspecs import hookimpl
@@ -697,7 +697,7 @@ def test_plugins_are_called_before_the_kernel_and_the_last_named_first(site: Sit
         site.install("@hookimpl\ndef femto_validate(config): pass\n@hookimpl\ndef femto_log(step): pass", name=name)
     lines: list[str] = []
     hooks = Hooks(activate(["zeta", "alpha"], lines.append).manager)
-    call(hooks, "femto_validate", config=Config())
+    call(hooks, "femto_validate", config=make_config(config_class(hooks.config_sections()), {}, {}))
     call(Hooks(activate([*OBSERVERS, "zeta", "alpha"], lines.append).manager), "femto_log")
     assert lines == [
         "femto_validate(config) -> alpha, zeta, profiler, defaults",

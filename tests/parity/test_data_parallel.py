@@ -256,10 +256,10 @@ def textbook_loss(plain: Any, rows: Sequence[Batch]) -> torch.Tensor:
 
 
 def textbook_lr(step: int, steps: int, warmup: int, peak: float) -> float:
-    """Cosine from the peak down to a tenth; warm-up rises from 1 / (warmup + 1)."""
+    """Cosine from the peak down to a tenth at the last step; warm-up rises from 1 / (warmup + 1)."""
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    progress = (step - warmup) / (steps - warmup)
+    progress = (step - warmup) / (steps - 1 - warmup)
     return peak * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
 
 
