@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -96,7 +97,8 @@ class SlowSave:
 def test_a_save_may_take_longer_than_a_step(dataset: Path, tmp_path: Path) -> None:
     [done] = run(dataset, tmp_path, SlowSave(), "--checkpoint.every", "100")
     assert done.code == 0, done.err
-    assert done.err == "interrupted after step 2, saved in runs/r/checkpoints/step-2\n"
+    # The request comes in another thread, so that one more step may have begun.
+    assert re.fullmatch(r"interrupted after step ([23]), saved in runs/r/checkpoints/step-\1\n", done.err), done.err
 
 
 LOOPS = """

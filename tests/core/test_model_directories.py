@@ -193,7 +193,10 @@ def lone_process() -> Iterator[None]:
     [
         (["--model.path", "/nope"], "model.path = '/nope' is not a Hugging Face model directory"),
         (["--model.vocab-size", "100000000000"], "model.vocab_size = '100000000000' (on the command line)"),
-        (["--model.vocab-size", "2000000000"], "model.embed_tokens.weight has [2000000000, 128], of vocab_size = 2"),
+        (
+            ["--model.vocab-size", "16000000", "--model.hidden-size", "8192"],
+            "weight has [16000000, 8192], of vocab_size = 1",
+        ),
     ],
     ids=str,
 )

@@ -697,7 +697,9 @@ def test_plugins_are_called_before_the_kernel_and_the_last_named_first(site: Sit
         site.install("@hookimpl\ndef femto_validate(config): pass\n@hookimpl\ndef femto_log(step): pass", name=name)
     lines: list[str] = []
     hooks = Hooks(activate(["zeta", "alpha"], lines.append).manager)
-    call(hooks, "femto_validate", config=make_config(config_class(hooks.config_sections()), {}, {}))
+    config = make_config(config_class(hooks.config_sections()), {}, {})
+    lines.clear()
+    call(hooks, "femto_validate", config=config)
     call(Hooks(activate([*OBSERVERS, "zeta", "alpha"], lines.append).manager), "femto_log")
     assert lines == [
         "femto_validate(config) -> alpha, zeta, profiler, defaults",
